@@ -232,7 +232,7 @@ def checkpoint_files(name: str, case: str) -> dict[str, bytes]:
     )
     shape |= ({"rope_parameters": rope} if V5 else rope) | ({"head_dim": head_dim} if head_dim else {})
     config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**shape | entries)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    model = as_configured(getattr(transformers, f"{family}ForCausalLM")(config).float().eval())
     generator = torch.Generator().manual_seed(sum(map(ord, name)))
     for parameter_name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -265,7 +265,14 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
 
 def reference_model(folder: str, **options):
     options = {"attn_implementation": "eager", "torch_dtype": torch.float32} | options
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    return as_configured(transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval())
+
+
+def as_configured(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if type(module).__name__ == "GptOssExperts":  # some versions do not read the config's limit
+            module.limit = model.config.swiglu_limit
+    return model
 
 
 def shared_reference(folder: str) -> nn.Module:

@@ -15,13 +15,12 @@ from nanovllm import kernels
 from nanovllm.fused import fuse
 from nanovllm.fused.forms import Fused
 from nanovllm.kernels.launch.gpu_features import has_hopper_kernels, has_tma
-from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.models.shared.hybrid import SharedExpertMoE
 from nanovllm.moe.experts import DOWN, GATE, UP, GatedActivation, MoE, route
 from nanovllm.moe.kernels import moe_gemm, moe_gemv, moe_routing
 from nanovllm.moe.kernels.moe_routing import Routing, max_tiles, sort_by_expert
-from nanovllm.moe.moe_config import GELU_AND_MUL, Activation, MoEConfig
+from nanovllm.moe.moe_config import GELU_AND_MUL, SWIGLU, Activation, MoEConfig
 from nanovllm.utils.construction import constructing
 from nanovllm.utils.partial_sum import PartialSum
 from nanovllm.utils.tensor_parallel import TensorParallel
@@ -75,7 +74,7 @@ CLAMPED = Activation(1.5, shift=1.0, limit=0.75)  # as in gpt-oss
 def reference(x, weights, expert_ids, gate_up, down, biases=(0, 0), act=None) -> torch.Tensor:
     """Every token through every expert, in float64."""
     y = torch.einsum("th,enh->ten", x.double(), gate_up.double()) + biases[0]
-    y = torch.einsum("ten,ehn->teh", (act or SiluAndMul())(y), down.double()) + biases[1]
+    y = torch.einsum("ten,ehn->teh", (act or GatedActivation(SWIGLU))(y), down.double()) + biases[1]
     dense = torch.zeros(len(x), len(down), dtype=torch.float64, device=x.device)
     dense.scatter_(1, expert_ids.long(), weights.double())
     return torch.einsum("te,teh->th", dense, y)
@@ -152,6 +151,14 @@ def test_route_with_a_bias():
     routing = moe_routing.route(logits, 4, True, bias=bias)
     assert torch.equal(routing.expert_ids.long(), expert_ids)
     assert_close(routing.weights, weights)
+
+
+def test_route_with_factors():
+    logits, factors = randn(1, 7, 60), randn(60)
+    weights, expert_ids = route(logits[0], 4, True)
+    routing = moe_routing.route(logits, 4, True, factors=factors)
+    assert torch.equal(routing.expert_ids.long(), expert_ids)
+    assert_close(routing.weights, weights * factors[expert_ids])
 
 
 def test_router_logits():

@@ -25,11 +25,10 @@ from test_models import requests as model_requests
 from test_quantization import assert_refused, is_linear, short_requests, split_experts
 
 from nanovllm import SamplingParams
-from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.models import ModelConfig, make_model
 from nanovllm.moe.experts import Experts, GatedActivation
-from nanovllm.moe.moe_config import Activation, MoEConfig
+from nanovllm.moe.moe_config import SWIGLU, Activation, MoEConfig
 from nanovllm.quantization import packed as packed_weights
 from nanovllm.quantization.formats.mxfp4 import read_config as mxfp4_config
 from nanovllm.quantization.packed import VALUES, Packed, nibbles, pack, quantize, unpack
@@ -514,25 +513,52 @@ CLAMPED = Activation(1.5, shift=1.0, limit=0.75)  # as in gpt-oss
 @pytest.mark.parametrize("kind, num_tokens", pairs(KINDS, [1, 5, 40]))
 def test_packed_experts(fresh_memory_is_nan, kind, num_tokens, first_expert):
     """With `first_expert`, experts 2 to 4 of five are here. With MXFP4, the experts are those of gpt-oss."""
-    size = 128 if KINDS[kind][2] == 128 else 96
-    x, routing = randn(num_tokens, 128, dtype=torch.float16), route(randn(1, num_tokens, 5), 2, True)
-    gate_up, down = (random_packed(kind, *shape, torch.float16, 5) for shape in ((2 * size, 128), (128, size)))
+    check_packed_experts(kind, num_tokens, first_expert, 128, 128 if KINDS[kind][2] == 128 else 96, torch.float16)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_hopper_kernels(), reason="needs a Hopper GPU, and Triton 3.6")
+@pytest.mark.parametrize("first_expert", [0, 2])
+@pytest.mark.parametrize("num_tokens", [1, 2, 5, 40, 130, 300, 1700])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "group_ids" not in KINDS[kind][3]])
+def test_packed_experts_for_hopper(kind, num_tokens, first_expert):
+    """More blocks than buffers, partial tiles and blocks, and tiles of all numbers of rows."""
+    sizes = (1280, 1152) if KINDS[kind][2] == 128 else (1376, 352)
+    check_packed_experts(kind, num_tokens, first_expert, *sizes, torch.bfloat16, 0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_hopper_kernels(), reason="needs a Hopper GPU, and Triton 3.6")
+@pytest.mark.parametrize("num_tokens", [20, 150, 900])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "group_ids" not in KINDS[kind][3]])
+def test_many_packed_experts_for_hopper(kind, num_tokens):
+    """Programs with 128 outputs of few rows."""
+    check_packed_experts(kind, num_tokens, 0, 2048, 768, torch.bfloat16, 0.02, num_experts=64)
+
+
+def check_packed_experts(kind, num_tokens, first_expert, hidden, size, dtype, error=0.003, num_experts=5):
+    x, routing = randn(num_tokens, hidden, dtype=dtype), route(randn(1, num_tokens, num_experts), 2, True)
+    shapes = (2 * size, hidden), (hidden, size)
+    gate_up, down = (random_packed(kind, *shape, dtype, num_experts) for shape in shapes)
     gate_up = gate_up._replace(scales=(gate_up.scales.float() / 8).to(gate_up.scales.dtype))
     local = [Packed(*(x if x is None else x[first_expert:] for x in w[:5]), *w[5:]) for w in (gate_up, down)]
-    biases, act, terms = [torch.zeros(5, n, device=DEVICE) for n in (2 * size, 128)], SiluAndMul(), ()
+    biases, act, terms = (
+        [torch.zeros(num_experts, n, device=DEVICE) for n in (2 * size, hidden)],
+        GatedActivation(SWIGLU),
+        (),
+    )
     if kind == "mxfp4":
-        biases, act = [randn(*bias.shape, dtype=torch.float16) for bias in biases], GatedActivation(CLAMPED)
+        biases, act = [randn(*bias.shape, dtype=dtype) for bias in biases], GatedActivation(CLAMPED)
         terms = tuple(bias[first_expert:] for bias in biases), CLAMPED
     parts = packed_experts(x, routing, *local, first_expert, *terms)
-    y = sum_local_parts(parts, routing, first_expert, 5 - first_expert)
-    gate_up, down = ([dequantize(w.of(i), torch.float64) for i in range(5)] for w in (gate_up, down))
+    y = sum_local_parts(parts, routing, first_expert, num_experts - first_expert)
+    gate_up, down = ([dequantize(w.of(i), torch.float64) for i in range(num_experts)] for w in (gate_up, down))
     expected = torch.zeros(x.shape, dtype=torch.float64, device=DEVICE)
-    for token, (weights, ids) in enumerate(zip(routing.weights.double(), routing.expert_ids.tolist())):
-        for weight, expert in zip(weights, ids):
-            if expert >= first_expert:
-                gate_and_up = x[token].double() @ gate_up[expert].T + biases[0][expert]
-                expected[token] += weight * (act(gate_and_up) @ down[expert].T + biases[1][expert])
-    assert (y.double() - expected).norm() < 0.003 * expected.norm()
+    for expert in range(first_expert, num_experts):
+        weight = (routing.weights * (routing.expert_ids == expert)).sum(1, keepdim=True)
+        gate_and_up = x.double() @ gate_up[expert].T + biases[0][expert]
+        expected += weight * (act(gate_and_up) @ down[expert].T + biases[1][expert])
+    assert (y.double() - expected).norm() < error * expected.norm()
 
 
 @pytest.mark.skipif(CUDA, reason="runs kernels in Triton's interpreter")
@@ -570,7 +596,10 @@ W4A8["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": 
         (gptq(32, dynamic={"+:.*down.*": {"bits": 8}}), r"dynamic: '\+:.*down.*': only rules that begin with '-:'"),
         ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "version='gemv'"),
         ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": False}, "zero_point=False"),
-        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo='W4A8_AWQ': must be one of 'NVFP4'"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+            "quant_algo='W4A8_AWQ': must be one of 'NVFP4', 'F",
+        ),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method='bitsandbytes': must be one of 'awq', "),
     ],
 )

@@ -78,6 +78,7 @@ FORMATS = {
     "tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, (None, None, "weight_scale")),
     "ct-channel": (compressed_tensors("channel"), (1, None, "weight_scale")),
     "ct-tensor": (compressed_tensors("tensor", dynamic=False), (None, None, "weight_scale")),
+    "modelopt-static": ({"quant_method": "modelopt", "quant_algo": "FP8"}, (None, None, "weight_scale")),
 }
 
 
@@ -215,6 +216,26 @@ def test_parity(make_llm, tmp_path, name, format_name):
     assert formats >= {"ScaledExperts"} if moe else formats and "WeightFormat" not in formats
     assert moe or all(hasattr(module, "format") for module in modules if isinstance(module, LinearBase))
     assert_same_as_transformers(plain, generate_by_steps(llm, a_few_requests()))
+
+
+def test_parity_with_a_separate_config(make_llm, tmp_path):
+    """Model Optimizer may write its format into a file of its own, with modules that are not quantized."""
+    folder, plain = write_quantized(
+        make_checkpoint(tmp_path, "llama"), tmp_path, "modelopt-static", lambda name: "layers.1.mlp" in name
+    )
+    config = json.loads((Path(folder) / "config.json").read_text())
+    config.pop("quantization_config")
+    (Path(folder) / "config.json").write_text(json.dumps(config))
+    separate = Path(folder) / "hf_quant_config.json"
+    separate.write_text(json.dumps({"producer": {"name": "modelopt"}}))
+    with pytest.raises(TypeError, match=r"hf_quant_config.json: quantization=None: must be an object"):
+        make_llm(folder, **SMALL)
+    written = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head", "model.layers.1.mlp*"]}
+    separate.write_text(json.dumps({"quantization": written | {"quant_algo": "W4A8_AWQ"}}))
+    with pytest.raises(ValueError, match=r"hf_quant_config.json: .*quant_algo='W4A8_AWQ'"):
+        make_llm(folder, **SMALL)
+    separate.write_text(json.dumps({"quantization": written}))
+    assert_same_as_transformers(plain, generate_by_steps(make_llm(folder, **SMALL), a_few_requests()))
 
 
 @needs_new_families

@@ -537,7 +537,7 @@ def test_refusals(make_llm, tmp_path):
 )
 def test_on_a_gpu(make_llm, requests, settings):
     """Blocks move on two streams while steps run, and answers stay the same."""
-    sizes = SMALL | dict(device="cuda", dtype="float32", kvcache_block_size=256, max_model_len=4096)
+    sizes = SMALL | dict(model="tiny-qwen3", device="cuda", dtype="float32", kvcache_block_size=256)
     rng = random.Random(0)
     long = [([*prompt, *rng.choices(range(256, 2040), k=600)], params) for prompt, params in requests[:16]]
     long = [*long, *long[::-1], *long]

@@ -85,10 +85,14 @@ class FusedSharedExpertMoE(FusedMoE):
 
 @operation
 def choose_experts(
-    x: torch.Tensor, weight: torch.Tensor, top_k: int, slot_mapping: torch.Tensor
+    x: torch.Tensor, weight: torch.Tensor, top_k: int, factors: torch.Tensor, slot_mapping: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `route` with logits x W^T, for weights that add up to 1. Padding, whose slots are -1, may differ."""
-    return route(linear(x, weight), top_k, renormalize=True)
+    """Compute `route` with logits x W^T, for weights that add up to 1, and multiply them by the experts' `factors`.
+
+    Padding, whose slots are -1, may differ.
+    """
+    weights, expert_ids = route(linear(x, weight), top_k, renormalize=True)
+    return weights * factors[expert_ids], expert_ids
 
 
 class FusedGemma4Router(Fused):
@@ -101,6 +105,5 @@ class FusedGemma4Router(Fused):
         return are_known(module.proj) and module.proj.format is UNQUANTIZED  # type: ignore[union-attr]
 
     def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = rms_norm(x, self.scale * self.factor, self.eps)
-        weights, expert_ids = choose_experts(x, self.proj.weight, self.top_k, get_context().slot_mapping)
-        return weights * self.per_expert_scale[expert_ids], expert_ids
+        x, slot_mapping = rms_norm(x, self.scale * self.factor, self.eps), get_context().slot_mapping
+        return choose_experts(x, self.proj.weight, self.top_k, self.per_expert_scale, slot_mapping)

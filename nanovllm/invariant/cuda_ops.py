@@ -82,8 +82,8 @@ def mix_experts(x, layer, slot_mapping):
     return mix_by_gemm(x, layer, slot_mapping, _router_logits)
 
 
-def choose_experts(x, weight, top_k, slot_mapping):
-    return choose_experts_by(x, weight, top_k, slot_mapping, _router_logits)
+def choose_experts(x, weight, top_k, factors, slot_mapping):
+    return choose_experts_by(x, weight, top_k, factors, slot_mapping, _router_logits)
 
 
 def sum_experts(x, experts, weights, expert_ids):

@@ -160,9 +160,14 @@ class ModelConfig:
         eos_token_ids = _eos_token_ids(file, raw, plain["vocab_size"])
         if (generation := folder / "generation_config.json").exists():
             eos_token_ids = _eos_token_ids(generation, raw | read_json(generation), plain["vocab_size"])
-        formats = None
-        if (quantized := raw.get("quantization_config")) or quantization is not None:
-            formats = find_quantization(quantized, file, quantization)
+        formats, quantized, source = None, raw.get("quantization_config"), file
+        if not quantized and (separate := folder / "hf_quant_config.json").exists():  # of NVIDIA Model Optimizer
+            source, quantized = separate, read_json(separate).get("quantization")
+            if not isinstance(quantized, dict):
+                raise TypeError(f"{separate}: quantization={quantized!r:.80}: must be an object")
+            quantized = {"quant_method": "modelopt"} | quantized
+        if quantized or quantization is not None:
+            formats = find_quantization(quantized, source, quantization)
         return cls(
             model_type=model_type,
             num_key_value_heads=kv_heads,

@@ -3,8 +3,9 @@
     python tests/scripts/tier_costs.py --shape qwen3-8b --history 30000 --swap-space 32
 
 Prints the time to the first token of a history that must be computed, that has left the device, and that is still
-there. Then prints the time per token of other sequences, alone and while histories come from host memory and leave the
-device again, one after the other. The weights are random. `--shape tiny-qwen3` takes the bundled model.
+there. Then prints the time per token of other sequences: alone, with histories that are on the device, of which only
+the last tokens are computed, and with histories that come from host memory and leave the device again. The weights are
+random. `--shape tiny-qwen3` takes the bundled model.
 """
 
 import argparse
@@ -42,30 +43,27 @@ def measure_first_tokens(llm: LLM, histories: list[list[int]]) -> None:
 
 def measure_others(llm: LLM, histories: list[list[int]], num_streams: int, num_tokens: int) -> None:
     rng = random.Random(1)
-    params = SamplingParams(temperature=0.0, max_tokens=5 * num_tokens, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0.0, max_tokens=8 * num_tokens, ignore_eos=True, detokenize=False)
     streams = {llm.add_request([rng.randrange(1000) for _ in range(100)], params) for _ in range(num_streams)}
     started: set[int] = set()
     while started != streams:
         started.update(request_id for request_id, _ in llm.step().new_tokens)
-    following = cycle(histories)
 
-    def milliseconds_per_token(moves: bool) -> tuple[float, int]:
-        loading, num_moved, num_new, begin = None, 0, 0, perf_counter()
+    def milliseconds_per_token(asked: list[list[int]]) -> tuple[float, int]:
+        """Let the streams get `num_tokens` tokens each. Ask for a history at eight times, if the last one has ended."""
+        following, loading, num_asked, num_new, begin = cycle(asked), None, 0, 0, perf_counter()
         while num_new < num_tokens * num_streams or loading is not None:
-            if moves and loading is None:
-                loading = llm.add_request(next(following), ONE)
+            if asked and loading is None and num_asked * num_tokens * num_streams <= 8 * num_new and num_asked < 8:
+                loading, num_asked = llm.add_request(next(following), ONE), num_asked + 1
             output = llm.step()
             num_new += sum(request_id in streams for request_id, _ in output.new_tokens)
             if any(request.request_id == loading for request in output.finished):
-                loading, num_moved = None, num_moved + 1
-                moves = num_new < num_tokens * num_streams
-        return 1e3 * (perf_counter() - begin) * num_streams / num_new, num_moved
+                loading = None
+        return 1e3 * (perf_counter() - begin) * num_streams / num_new, num_asked
 
-    for moves in (False, True, False, True):
-        took, num_moved = milliseconds_per_token(moves)
-        print(
-            f"{num_streams} others: {took:.3f} ms per token, while {num_moved} histories came from the host", flush=True
-        )
+    for kind, asked in 2 * (("the host", histories), ("the device", histories[-1:]), ("nowhere", [])):
+        took, num_asked = milliseconds_per_token(asked)
+        print(f"{num_streams} others: {took:.3f} ms per token, with {num_asked} histories from {kind}", flush=True)
     for request_id in streams:
         llm.abort(request_id)
 
@@ -81,7 +79,7 @@ def main() -> None:
     args = parser.parse_args()
     rng, size = random.Random(0), args.kvcache_block_size
     histories = [[rng.randrange(1000) for _ in range(args.history)] for _ in range(4)]
-    num_blocks = 3 * args.history // 2 // size + args.streams * (-(-(100 + 5 * args.tokens) // size) + 1)
+    num_blocks = 3 * args.history // 2 // size + args.streams * (-(-(100 + 8 * args.tokens) // size) + 1)
     settings = dict(kvcache_block_size=size, num_kvcache_blocks=num_blocks, max_model_len=args.history + 2 * size)
     with tempfile.TemporaryDirectory() as folder:
         model = args.shape

@@ -61,7 +61,7 @@ def halves(sums):
 
 
 @gluon.constexpr_function
-def _outputs(tokens):
+def outputs_of(tokens):
     """Return the layout for stores of [tokens, 64], where each thread stores 8 outputs of a token (16 bytes)."""
     registers = [[0, 1], [0, 2], [0, 4], *([1 << i, 0] for i in range(4, tokens.bit_length() - 1))]
     lanes = [[2, 0], [4, 0], [1, 0], [0, 8], [8, 0]]
@@ -71,7 +71,7 @@ def _outputs(tokens):
 @gluon.jit
 def store_transposed(out_ptr, sums, row, first_token, num_tokens, num_rows):
     """Store the sums [64, tokens] of a warpgroup as out[first_token + token, row + i], if these exist."""
-    LAYOUT: gl.constexpr = _outputs(sums.shape[1])
+    LAYOUT: gl.constexpr = outputs_of(sums.shape[1])
     out = gl.convert_layout(sums.to(out_ptr.dtype.element_ty).permute((1, 0)), LAYOUT)
     token = first_token + gl.arange(0, sums.shape[1], gl.SliceLayout(1, LAYOUT))
     n = row + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))

@@ -90,13 +90,24 @@ def packed_tile(x: torch.Tensor, weight, max_split_k: int) -> HopperTile | None:
 
     The tile contains the best `split_k` up to `max_split_k`.
     """
-    (num_rows, k), (*_, scales, zeros, _, group_ids) = x.shape, weight[:5]
-    if not has_hopper_kernels() or x.dtype == torch.float32 or k % 8 or group_ids is not None:
+    if not suits_packed_kernels(x, weight):
         return None
-    if x.dtype == torch.float16 and scales.dtype == torch.float8_e8m0fnu:  # float16 does not contain all these scales
-        return None
-    needs_few_registers = zeros is None and weight.group_size % 128 == 0
-    return choose_packed_tile(num_rows, len(scales), k, max_split_k, num_sms(x.device), needs_few_registers)
+    (num_rows, k), needs_few_registers = x.shape, weight.zeros is None and weight.group_size % 128 == 0
+    return choose_packed_tile(num_rows, len(weight.words), k, max_split_k, num_sms(x.device), needs_few_registers)
+
+
+def suits_packed_kernels(x: torch.Tensor, weight) -> bool:
+    """Return whether kernels for Hopper multiply the 16-bit x by a Packed weight, or by a stack of them."""
+    if not has_hopper_kernels() or x.dtype == torch.float32 or weight.k % 8 or weight.group_ids is not None:
+        return False
+    # float16 does not contain all scales that are powers of two
+    return x.dtype == torch.bfloat16 or weight.scales.dtype != torch.float8_e8m0fnu
+
+
+def packed_expert_tile(tile_m: int, num_tiles: int, n: int, sms: int) -> HopperTile:
+    """Return the tile for `num_tiles` tiles of `tile_m` rows, each times an expert's weight [n, k]."""
+    outputs = 64 if num_tiles * -(-n // 128) < 2 * sms else 128
+    return _with_stages(tile_m, outputs, 1, programs=2 if tile_m <= 64 else 1)
 
 
 def choose_packed_tile(
@@ -111,8 +122,13 @@ def choose_packed_tile(
     programs = 2 if rows <= 64 else 1
     if rows == 16 and needs_few_registers and count * split_k > 2 * sms:
         programs = 3
+    return _with_stages(rows, outputs, split_k, programs)
+
+
+def _with_stages(rows: int, outputs: int, split_k: int, programs: int) -> HopperTile:
+    """Return a tile whose kernel has as many stages as fit if `programs` share a multiprocessor."""
     sum_bytes, stage_bytes = rows * 256 if outputs == 64 else 0, outputs * 64 + rows * 256
-    stages = min(8, (224 * 2**10 // programs - sum_bytes) // stage_bytes)
+    stages = min(8, (216 * 2**10 // programs - sum_bytes) // stage_bytes)
     if outputs == 64:  # warpgroups that take every other block must not share buffers: see hopper_packed_gemm.py
         stages -= stages % 2
     return HopperTile(rows, outputs, split_k, stages=stages, registers={1: 168, 2: 80, 3: 56}[programs])

@@ -19,10 +19,10 @@ def mix_experts(x, layer, slot_mapping):
     return _by_gemv(x, layer, slot_mapping) if by_gemv else mix_by_gemm(x, layer, slot_mapping)
 
 
-def choose_experts(x, weight, top_k, slot_mapping, router=router_logits):
+def choose_experts(x, weight, top_k, factors, slot_mapping, router=router_logits):
     if len(x) == 0:
         return NotImplemented
-    return route(router(x, weight), top_k, True, slot_mapping)[:2]
+    return route(router(x, weight), top_k, True, slot_mapping, factors=factors)[:2]
 
 
 def sum_experts(x, experts, weights, expert_ids):

@@ -70,11 +70,12 @@ class RouteSizes(NamedTuple):
 
 @dependent_kernel(early=("slot_mapping_ptr",))
 @triton.jit(do_not_specialize=["num_tokens"])
-def _route_kernel(logits_ptr, bias_ptr, slot_mapping_ptr, out_ptrs, num_tokens, SIZES: tl.constexpr, PDL: tl.constexpr):
+def _route_kernel(logits_ptr, terms, slot_mapping_ptr, out_ptrs, num_tokens, SIZES: tl.constexpr, PDL: tl.constexpr):
     """In each program, route `block_t` tokens.
 
     NaN and columns without an expert count as -inf, so ids are always valid.
     """
+    bias_ptr, factors_ptr = terms
     weights_ptr, ids_ptr = out_ptrs
     E: tl.constexpr = SIZES.num_experts
     TOP_K: tl.constexpr = SIZES.top_k
@@ -121,6 +122,8 @@ def _route_kernel(logits_ptr, bias_ptr, slot_mapping_ptr, out_ptrs, num_tokens, 
         gates = _load_logits(row + shared, is_inside & (choice >= TOP_K), part_size, SIZES.split_k)
         weights = tl.where(choice < TOP_K, weights, 1.0 / (1.0 + tl.exp(-gates)))
         expert_ids = tl.where(choice < TOP_K, expert_ids, shared)
+    if factors_ptr is not None:
+        weights *= tl.load(factors_ptr + expert_ids, is_inside, 0.0).to(tl.float32)
     tl.store(weights_ptr + at, weights, is_inside)
     tl.store(ids_ptr + at, expert_ids.to(tl.int32), is_inside)
 
@@ -132,14 +135,16 @@ def route(
     slot_mapping: torch.Tensor | None = None,
     num_shared: int = 0,
     bias: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
 ) -> Routing:
     """Choose `top_k` experts for each token by a float32 softmax, and append the `num_shared` shared experts.
 
     The softmax covers all experts that are not shared. The logits are the sum of `logits` [split_k, T, experts] over
     the first dimension, with T > 0, plus `bias` [experts] if there are no shared experts. With `renormalize`, the
-    weights of the chosen experts add up to 1. Of experts with equal logits, the lower id comes first (`torch.topk`
-    defines no order). Tokens with a negative slot are padding, and get the experts of the first token, so that no
-    additional weights are read. Shared experts have the last ids, and the sigmoids of their logits as weights.
+    weights of the chosen experts add up to 1. At the end, weights are multiplied by the `factors` [experts]. Of experts
+    with equal logits, the lower id comes first (`torch.topk` defines no order). Tokens with a negative slot are
+    padding, and get the experts of the first token, so that no additional weights are read. Shared experts have the
+    last ids, and the sigmoids of their logits as weights.
     """
     split_k, num_tokens, num_logits = logits.shape
     num_experts, shape = num_logits - num_shared, (num_tokens, top_k + num_shared)
@@ -147,7 +152,7 @@ def route(
     expert_ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
     block_t = 1 if num_shared else 4  # with more, the unaligned rows would be spread over all warps
     sizes = RouteSizes(num_experts, top_k, num_shared, split_k, renormalize, block_t)
-    operands = logits, bias, slot_mapping, (weights, expert_ids), num_tokens
+    operands = logits, (bias, factors), slot_mapping, (weights, expert_ids), num_tokens
     launch(_route_kernel, (triton.cdiv(num_tokens, block_t),), logits.device)(*operands, SIZES=sizes, num_warps=block_t)
     return Routing(weights, expert_ids, num_experts)
 

@@ -1,10 +1,15 @@
-"""Mixture of experts with 4-bit weights: the grouped GEMMs of moe_gemm.py, for any number of tokens."""
+"""Mixture of experts with 4-bit weights: the grouped GEMMs of moe_gemm.py, for any number of tokens.
+
+On Hopper, the GEMMs are kernels in Gluon, which read rows in the order of experts. Other kernels copy x in this order,
+and compute the activation.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
+from nanovllm.kernels.hopper.hopper_tiles import suits_packed_kernels
+from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch, next_power_of_2
 from nanovllm.kernels.linear.tiles import Tiles
 from nanovllm.moe.kernels.activation import activate
 from nanovllm.moe.kernels.moe_gemm import add_bias, choose_tile_m
@@ -87,10 +92,55 @@ def _grouped_product(
     return out
 
 
+@dependent_kernel()
+@triton.jit(do_not_specialize=["num_pairs"])
+def _gather_kernel(x_ptr, pairs_ptr, out_ptr, num_pairs, N: tl.constexpr, TOP_K: tl.constexpr, PDL: tl.constexpr):
+    # A program copies a row of x. The last pairs may be unwritten, if other ranks have experts.
+    gdc_launch_and_wait(PDL)
+    row, n = tl.program_id(0).to(tl.int64), tl.arange(0, next_power_of_2(N))
+    pair = tl.load(pairs_ptr + row)
+    is_inside = (pair >= 0) & (pair < num_pairs) & (n < N)
+    x = tl.load(x_ptr + (pair // TOP_K).to(tl.int64) * N + n, is_inside, 0.0)
+    tl.store(out_ptr + row * N + n, x, n < N)
+
+
+@dependent_kernel()
+@triton.jit
+def _activate_kernel(x_ptr, out_ptr, N: tl.constexpr, ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    # A program computes BLOCK outputs of a row from x [rows, 2N].
+    gdc_launch_and_wait(PDL)
+    row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = x_ptr + row * (2 * N) + n
+    y = activate(tl.load(at, n < N, 0.0).to(tl.float32), tl.load(at + N, n < N, 0.0).to(tl.float32), ACT)
+    tl.store(out_ptr + row * N + n, y.to(out_ptr.dtype.element_ty), n < N)
+
+
+def _by_hopper_kernels(
+    x: torch.Tensor, routing: Routing, gate_up, down, first_expert: int, biases: tuple, activation
+) -> torch.Tensor:
+    from nanovllm.moe.kernels.hopper_packed_experts import packed_rows  # needs Gluon of Triton 3.6
+
+    ((num_tokens, hidden), (num_local, *_)), num_pairs = (x.shape, down.words.shape), routing.expert_ids.numel()
+    rows = sort_by_expert(routing.expert_ids, first_expert, num_local, choose_tile_m(num_pairs, routing.num_experts))
+    sorted_x = x
+    if num_tokens > 1:
+        sorted_x = x.new_empty(num_pairs, hidden)
+        top_k = routing.weights.shape[1]
+        launch(_gather_kernel, (num_pairs,), x.device)(x, rows.pairs, sorted_x, num_pairs, N=hidden, TOP_K=top_k)
+    gate_and_up = packed_rows(sorted_x, gate_up, biases[0], rows, routing, x.new_empty(num_pairs, 2 * down.k))
+    h, block = x.new_empty(num_pairs, down.k), 1024
+    launch(_activate_kernel, (num_pairs, triton.cdiv(down.k, block)), x.device)(
+        gate_and_up, h, N=down.k, ACT=activation, BLOCK=block
+    )
+    return packed_rows(h, down, biases[1], rows, routing, x.new_empty(routing.weights.shape[1], num_tokens, hidden))
+
+
 def packed_experts(
     x: torch.Tensor, routing: Routing, gate_up, down, first_expert: int = 0, biases=(None, None), activation=None
 ) -> torch.Tensor:
     """Compute `moe_gemm` with stacks of Packed weights."""
+    if suits_packed_kernels(x, gate_up) and suits_packed_kernels(x, down):
+        return _by_hopper_kernels(x, routing, gate_up, down, first_expert, biases, activation)
     (num_local, hidden, _), num_pairs = down.words.shape, routing.expert_ids.numel()
     tiles = packed_tiles(len(x) if len(x) <= FEW_ROWS else choose_tile_m(num_pairs, routing.num_experts))
     rows = sort_by_expert(routing.expert_ids, first_expert, num_local, tiles.tile_m)

@@ -1,6 +1,7 @@
-"""Reads NVIDIA Model Optimizer's NVFP4: e2m1 values, an e4m3 scale for each group of 16 inputs, and a global scale.
+"""Reads the NVFP4 and FP8 of NVIDIA Model Optimizer.
 
-Activations stay in the model's dtype.
+NVFP4 has e2m1 values, an e4m3 scale for each group of 16 inputs, and a global scale. Activations stay in the model's
+dtype. FP8 has a scale for each weight.
 """
 
 import fnmatch
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from nanovllm.quantization.formats.fp8 import e4m3_scheme
 from nanovllm.quantization.packed import PackedScheme, nibbles
 from nanovllm.quantization.quant_config import ALL, QuantConfig
 from nanovllm.utils.checks import check_choice
@@ -19,14 +21,17 @@ E4M3 = torch.float8_e4m3fn
 
 def read_config(raw: dict, file: Path) -> QuantConfig:
     where = f"{file}: quantization_config"
-    check_choice(f"{where}: quant_algo", raw.get("quant_algo"), ("NVFP4",))
+    check_choice(f"{where}: quant_algo", algorithm := raw.get("quant_algo"), ("NVFP4", "FP8"))
+    names = raw.get("ignore") or raw.get("exclude_modules") or ()  # with wildcards as in file names
+    ignore = tuple(f"re:{fnmatch.translate(name)}" if "*" in name else name for name in names)
+    if algorithm == "FP8":
+        scheme = e4m3_scheme(None, None, "weight_scale")
+        return QuantConfig("modelopt", (((ALL,), scheme),), ignore, ("F8_E4M3",), UNUSED)
     check_choice(f"{where}: group_size", raw.get("group_size", 16), (16,))
     tensors = (
         ("weight", "words", nibbles),
         ("weight_scale", "scales", torch.clone),
         ("weight_scale_2", "row_scales", torch.clone),
     )
-    names = raw.get("ignore") or raw.get("exclude_modules") or ()  # with wildcards as in file names
-    ignore = tuple(f"re:{fnmatch.translate(name)}" if "*" in name else name for name in names)
     scheme = PackedScheme("e2m1", 16, tensors, E4M3)
     return QuantConfig("modelopt", (((ALL,), scheme),), ignore, ("U8", "F8_E4M3"), UNUSED)

@@ -28,7 +28,7 @@ from nanovllm.kernels.hopper.hopper_ring import (
 )
 from nanovllm.kernels.hopper.hopper_tiles import HopperTile
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, launch
-from nanovllm.quantization.kernels.packed_gemm import INPUTS, WORDS, packed_operands
+from nanovllm.quantization.kernels.packed_gemm import INPUTS, WORDS, assembly_of, packed_operands
 
 ROWS = gl.constexpr(64)  # of W, per warpgroup
 BLOCK = gl.constexpr(INPUTS.value)
@@ -42,6 +42,9 @@ CODES = gl.constexpr(
 OPERAND = gl.constexpr(gl.DotOperandLayout(0, sums_of(64), 2))
 SUMS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 MAX_SCALED_TOKENS = 32  # up to this many, scaling the sums of a block takes less time than scaling its weights
+# The bits of an e2m1 number are those of a 16-bit number that is smaller by 2^126 (bfloat16) or 2^14 (float16). Scales
+# multiply it by a part of this, so that the dtype contains the weights. The sums are multiplied by the rest.
+E2M1_EXPONENTS = {torch.bfloat16: (62, 64), torch.float16: (5, 9)}
 LOADING_REGISTERS = gl.constexpr(24)  # of a thread that loads
 
 
@@ -53,12 +56,14 @@ class Plan(NamedTuple):
     groups: int  # that share a scale, per block
     has_zeros: bool
     scales_sums: bool  # instead of weights
+    scale_exponent: int  # scales are multiplied by this power of two, and sums by the other: see E2M1_EXPONENTS
+    sum_exponent: int
     stages: int  # blocks that are loaded ahead; a multiple of k_groups
     registers: int  # per thread that multiplies
 
 
 @gluon.jit
-def _load_words(i, words_tiles, rings, row, block, PLAN: gl.constexpr):
+def load_words(i, words_tiles, rings, row, block, PLAN: gl.constexpr):
     """Start loading the words of the i-th step."""
     words, _, full, _ = rings
     ROW_GROUPS: gl.constexpr = PLAN.row_groups
@@ -70,7 +75,7 @@ def _load_words(i, words_tiles, rings, row, block, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _load(tiles, rings, at, steps, PLAN: gl.constexpr):
+def load_blocks(tiles, rings, at, steps, PLAN: gl.constexpr):
     """Run the loading warp."""
     words_tiles, x_tiles = tiles
     _, xs, full, empty = rings
@@ -79,7 +84,7 @@ def _load(tiles, rings, at, steps, PLAN: gl.constexpr):
         stage = i % PLAN.stages
         if i >= PLAN.stages:
             mbarrier.wait(empty.index(stage), (i // PLAN.stages & 1) ^ 1)
-            _load_words(i, words_tiles, rings, row, block, PLAN)
+            load_words(i, words_tiles, rings, row, block, PLAN)
         for half in gl.static_range(2):
             x_at = [token, (block + i) * BLOCK + half * BLOCK // 2]
             tma.async_copy_global_to_shared(x_tiles, x_at, full.index(stage), xs.index(stage * 2 + half))
@@ -87,18 +92,27 @@ def _load(tiles, rings, at, steps, PLAN: gl.constexpr):
 
 @gluon.jit
 def _factors(w_ptrs, n, block, dtype: gl.constexpr, PLAN: gl.constexpr):
-    """Load the scales of a block's groups for rows n of W, and the numbers that the conversion adds to the codes."""
+    """Load the scales of a block's groups for rows n of W, and the numbers that the conversion adds to the codes.
+
+    The last block may lack groups, whose scales are 0. Behind the last block, the result is that of the last block.
+    """
     GROUPS: gl.constexpr = PLAN.groups
+    LAST: gl.constexpr = (PLAN.weight.groups - 1) // GROUPS * GROUPS
+    first_group = gl.minimum(block * BLOCK // PLAN.weight.group_size, LAST)
+    at = n * PLAN.weight.groups + first_group
     scales, summands = (), ()
     for g in gl.static_range(GROUPS):
-        group = gl.minimum((block * BLOCK + g * (BLOCK // GROUPS)) // PLAN.weight.group_size, PLAN.weight.groups - 1)
-        scale = gl.load(w_ptrs[1] + n * PLAN.weight.groups + group)
-        if PLAN.weight.is_e8m0:
-            exponent = scale.to(gl.int32)
-            scale = gl.where(exponent == 0, 0x400000, exponent << 23).to(gl.float32, bitcast=True)
+        exists = first_group + g < PLAN.weight.groups
+        scale_ptr = w_ptrs[1] + at + g
+        scale = gl.load(scale_ptr) if LAST + g < PLAN.weight.groups else gl.load(scale_ptr, exists, 0.0)
+        if PLAN.weight.is_e8m0:  # bfloat16 has as many bits for the exponent
+            exponent = gl.minimum(scale.to(gl.int32), 255 - PLAN.scale_exponent) + PLAN.scale_exponent
+            scale = (exponent << 7).to(gl.int16).to(gl.bfloat16, bitcast=True)
+        elif PLAN.scale_exponent > 0:
+            scale = (scale.to(gl.float32) * 2.0**PLAN.scale_exponent).to(dtype)
         scales = scales + (scale,)  # noqa: RUF005 (Gluon has no star)
         if PLAN.has_zeros:
-            zeros = gl.load(w_ptrs[2] + n * PLAN.weight.groups + group).to(gl.float32)
+            zeros = gl.load(w_ptrs[2] + at + g, exists, 0).to(gl.float32)
             summands = summands + ((-zeros - (1024.0 if dtype == gl.float16 else 128.0)).to(dtype),)  # noqa: RUF005
     return scales, summands
 
@@ -125,15 +139,16 @@ def _weights(words, factors, HALF: gl.constexpr, dtype: gl.constexpr, PLAN: gl.c
 
 
 @gluon.jit
-def _multiply(out_ptr, rings, sharing, w_ptrs, at, sizes, G: gl.constexpr, PLAN: gl.constexpr):
-    """Run a multiplying warpgroup.
+def multiply_blocks(rings, sharing, w_ptrs, row, end_row, blocks, G: gl.constexpr, PLAN: gl.constexpr):
+    """Return the sums [64, tokens] of the first warpgroup with these rows. Other warpgroups return sums of no use.
+
+    `row` and `end_row` are the program's first row of W, and the end of the rows that may be read.
 
     Warpgroups with the same rows use different buffers. One that waits for a buffer that another uses in between can't
     tell the next but one use from this one, because both have the same parity.
     """
     words_ring, xs, full, empty = rings
-    row, token, block = at
-    steps, num_tokens, num_rows = sizes
+    block, steps = blocks
     dtype: gl.constexpr = xs.dtype
     ROW_GROUP: gl.constexpr = G % PLAN.row_groups
     K_GROUP: gl.constexpr = G // PLAN.row_groups
@@ -142,7 +157,7 @@ def _multiply(out_ptr, rings, sharing, w_ptrs, at, sizes, G: gl.constexpr, PLAN:
     zeros = gl.full([ROWS, PLAN.tokens], 0.0, gl.float32, LAYOUT)
     sums = zeros
     row += ROW_GROUP * ROWS
-    n = gl.minimum(row + gl.arange(0, ROWS, FACTORS), num_rows - 1)
+    n = gl.minimum(row + gl.arange(0, ROWS, FACTORS), end_row - 1)
     next_factors = _factors(w_ptrs, n, block + K_GROUP, dtype, PLAN)
     for i in range(K_GROUP, steps, PLAN.k_groups):
         stage = i % PLAN.stages
@@ -167,6 +182,7 @@ def _multiply(out_ptr, rings, sharing, w_ptrs, at, sizes, G: gl.constexpr, PLAN:
             sums += y * gl.expand_dims(scales[0].to(gl.float32), 1)
         else:
             sums = y
+    sums *= 2.0**PLAN.sum_exponent
     if K_GROUP > 0:
         sharing[1].index(ROW_GROUP).store(sums)
         mbarrier.arrive(sharing[0].index(0), count=1)
@@ -175,9 +191,35 @@ def _multiply(out_ptr, rings, sharing, w_ptrs, at, sizes, G: gl.constexpr, PLAN:
             mbarrier.wait(sharing[0].index(0), 0)
             sums += sharing[1].index(ROW_GROUP).load(LAYOUT)
         if w_ptrs[3] is not None:
-            rows = gl.minimum(row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), num_rows - 1)
+            rows = gl.minimum(row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), end_row - 1)
             sums *= gl.expand_dims(gl.load(w_ptrs[3] + rows), 1)
-        store_transposed(out_ptr, sums, row, token, num_tokens, num_rows)
+    return sums
+
+
+@gluon.jit
+def _multiply(out_ptr, rings, sharing, w_ptrs, at, sizes, G: gl.constexpr, PLAN: gl.constexpr):
+    """Run a multiplying warpgroup."""
+    row, token, block = at
+    steps, num_tokens, num_rows = sizes
+    sums = multiply_blocks(rings, sharing, w_ptrs, row, num_rows, (block, steps), G, PLAN)
+    if PLAN.row_groups > G:
+        store_transposed(out_ptr, sums, row + G * ROWS, token, num_tokens, num_rows)
+
+
+@gluon.jit
+def allocate(words_tiles, x_tiles, PLAN: gl.constexpr):
+    """Return (the rings of buffers and their barriers, what warpgroups with the same rows need to add their sums)."""
+    STAGES: gl.constexpr = PLAN.stages
+    gl.static_assert(STAGES % PLAN.k_groups == 0)  # see `multiply_blocks`
+    ROW_GROUPS: gl.constexpr = PLAN.row_groups
+    words, xs = buffers(words_tiles, STAGES * ROW_GROUPS), buffers(x_tiles, STAGES * 2)
+    full, empty = barriers(STAGES, 1), barriers(STAGES, ROW_GROUPS)
+    OTHERS: gl.constexpr = ROW_GROUPS * (PLAN.k_groups - 1)
+    sharing = ()
+    if OTHERS > 0:
+        sums = gl.allocate_shared_memory(gl.float32, [OTHERS, ROWS, PLAN.tokens], SUMS)
+        sharing = barriers(1, ROW_GROUPS), sums
+    return (words, xs, full, empty), sharing
 
 
 @dependent_kernel(early=("words_tiles",))
@@ -187,20 +229,11 @@ def _packed_gemm_kernel(
 ):
     # A program computes a tile of the result over the inputs of one split.
     gdc_launch_dependents(PDL)
-    STAGES: gl.constexpr = PLAN.stages
-    gl.static_assert(STAGES % PLAN.k_groups == 0)  # see `_multiply`
-    ROW_GROUPS: gl.constexpr = PLAN.row_groups
-    words, xs = buffers(words_tiles, STAGES * ROW_GROUPS), buffers(x_tiles, STAGES * 2)
-    full, empty, added = barriers(STAGES, 1), barriers(STAGES, ROW_GROUPS), barriers(1, ROW_GROUPS)
-    OTHERS: gl.constexpr = ROW_GROUPS * (PLAN.k_groups - 1)
-    sharing = (added,)
-    if OTHERS > 0:
-        sharing = added, gl.allocate_shared_memory(gl.float32, [OTHERS, ROWS, PLAN.tokens], SUMS)
+    rings, sharing = allocate(words_tiles, x_tiles, PLAN)
     split = gl.program_id(0) % split_k
-    row, block = gl.program_id(0) // split_k * (ROW_GROUPS * ROWS), split * steps
-    rings = words, xs, full, empty
-    for i in range(gl.minimum(steps, STAGES)):
-        _load_words(i, words_tiles, rings, row, block, PLAN)
+    row, block = gl.program_id(0) // split_k * (PLAN.row_groups * ROWS), split * steps
+    for i in range(gl.minimum(steps, PLAN.stages)):
+        load_words(i, words_tiles, rings, row, block, PLAN)
     gdc_wait(PDL)
     at = row, gl.program_id(1) * PLAN.tokens, block
     part_ptr = out_ptr + split * num_tokens * num_rows
@@ -209,10 +242,25 @@ def _packed_gemm_kernel(
         [
             (_multiply, (part_ptr, rings, sharing, w_ptrs, at, sizes, gl.constexpr(0), PLAN)),
             (_multiply, (part_ptr, rings, sharing, w_ptrs, at, sizes, gl.constexpr(1), PLAN)),
-            (_load, ((words_tiles, x_tiles), rings, at, steps, PLAN)),
+            (load_blocks, ((words_tiles, x_tiles), rings, at, steps, PLAN)),
         ],
         [4, 1],  # warps of the second and the third partition
         [PLAN.registers, LOADING_REGISTERS],
+    )
+
+
+def plan_of(weight, dtype: torch.dtype, tile: HopperTile) -> tuple[tuple, Plan]:
+    """Return the pointers of a Packed weight, and the plan of a kernel that multiplies by it."""
+    pointers, shape = packed_operands(weight, dtype)
+    groups, row_groups = max(1, BLOCK.value // shape.group_size), tile.outputs // ROWS.value
+    exponents = 0, 0
+    if shape.is_e2m1:  # their bits are those of much smaller numbers
+        shape = shape._replace(assembly=assembly_of(True, dtype, is_scaled_later=True))
+        exponents = E2M1_EXPONENTS[dtype]
+    return pointers, Plan(
+        *(shape, tile.rows, row_groups, 2 // row_groups, groups, weight.zeros is not None),
+        *(groups == 1 and tile.rows <= MAX_SCALED_TOKENS and not shape.is_e2m1, *exponents, tile.stages),
+        (tile.registers * 3 - LOADING_REGISTERS.value) // 2 // 8 * 8,
     )
 
 
@@ -220,13 +268,7 @@ def hopper_packed_gemm(x: torch.Tensor, weight, tile: HopperTile, out: torch.Ten
     """Compute `packed_gemm` [split_k, M, N] for 16-bit x [M, K] and a Packed weight [N, K] with contiguous groups."""
     m, n = len(x), len(weight.words)
     out = torch.empty((tile.split_k, m, n), dtype=x.dtype, device=x.device) if out is None else out
-    pointers, shape = packed_operands(weight, x.dtype)
-    groups, row_groups = max(1, BLOCK.value // shape.group_size), tile.outputs // ROWS.value
-    plan = Plan(
-        *(shape, tile.rows, row_groups, 2 // row_groups, groups, weight.zeros is not None),
-        *(groups == 1 and tile.rows <= MAX_SCALED_TOKENS, tile.stages),
-        (tile.registers * 3 - LOADING_REGISTERS.value) // 2 // 8 * 8,
-    )
+    pointers, plan = plan_of(weight, x.dtype, tile)
     steps = triton.cdiv(triton.cdiv(weight.k, BLOCK.value), tile.split_k)
     grid = triton.cdiv(n, tile.outputs) * tile.split_k, triton.cdiv(m, tile.rows)
     tiles = tiles_of(weight.words, ROWS.value, WORDS.value), tiles_of(x, tile.rows, BLOCK.value // 2)

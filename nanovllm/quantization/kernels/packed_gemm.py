@@ -35,7 +35,7 @@ class PackedShape(NamedTuple):
     group_size: int  # divides INPUTS, or is a multiple of INPUTS
     is_e2m1: bool
     is_e8m0: bool  # scales are powers of two; other 8-bit scales are e4m3
-    assembly: tuple[str, ...]  # of `_slice`, for each slice; empty in Triton's interpreter and for float32
+    assembly: tuple[str, ...]  # from `assembly_of`, for each slice; empty in Triton's interpreter and for float32
     words_per_split: int
     tile_n: int
     tile_m: int
@@ -44,7 +44,7 @@ class PackedShape(NamedTuple):
 
 
 @cache
-def _assembly(is_e2m1: bool, dtype: torch.dtype) -> tuple[str, ...]:
+def assembly_of(is_e2m1: bool, dtype: torch.dtype, is_scaled_later: bool = False) -> tuple[str, ...]:
     """For each slice of a tile, return the instructions that convert it.
 
     There are half as many instructions as the compiler would use.
@@ -52,7 +52,8 @@ def _assembly(is_e2m1: bool, dtype: torch.dtype) -> tuple[str, ...]:
     $1 and $2 are adjacent words, and $0 receives their values as a pair of 16-bit numbers, plus the pair $3. `prmt`
     combines halves of both words, so that the next instructions extract both codes at once. The bits of an integer
     replace the last bits of 128 (bfloat16) or 1024 (float16), which $3 subtracts again. The bits of an e2m1 number
-    become the bits of a number with a smaller exponent, which is then multiplied by a power of two.
+    become the bits of a number with a smaller exponent, which is then multiplied by a power of two. With
+    `is_scaled_later`, the caller does so.
     """
     is_half = dtype == torch.float16
     kind = "f16x2" if is_half else "bf16x2"
@@ -70,7 +71,10 @@ def _assembly(is_e2m1: bool, dtype: torch.dtype) -> tuple[str, ...]:
             lines += ["lop3.b32 number, codes, 0x80008000, number, 0xEA;"]  # codes & sign | number
         else:
             lines += [f"shr.u32 codes, codes, {bit};", f"lop3.b32 number, codes, 0x000F000F, {base:#x}, 0xEA;"]
-        lines += [f"mov.b32 factor, {factor:#x};", f"fma.rn.{kind} $0, number, factor, $3;"]
+        if is_scaled_later:
+            lines += ["mov.b32 $0, number;"]
+        else:
+            lines += [f"mov.b32 factor, {factor:#x};", f"fma.rn.{kind} $0, number, factor, $3;"]
         slices.append("{" + " ".join(lines) + "}")
     return tuple(slices)
 
@@ -211,7 +215,7 @@ def packed_operands(weight, dtype: torch.dtype, tiles: Tiles = WHOLE, split_k: i
     has_assembly = words.is_cuda and dtype != torch.float32
     shape = PackedShape(
         *(weight.k, num_words, groups, ONE_GROUP if groups == 1 else weight.group_size),
-        *(is_e2m1, scales.dtype == torch.float8_e8m0fnu, _assembly(is_e2m1, dtype) if has_assembly else ()),
+        *(is_e2m1, scales.dtype == torch.float8_e8m0fnu, assembly_of(is_e2m1, dtype) if has_assembly else ()),
         triton.cdiv(num_words, split_k * WORDS.value) * WORDS.value,
         *(tiles.tile_n, tiles.tile_m, tiles.stages, weight.k % INPUTS.value == 0),
     )
