@@ -429,6 +429,7 @@ def test_a_sequence_without_drafts_waits_for_few_tokens(make_llm, small_model, m
     waits = []
     llm.core.on_step.append(lambda step, result: waits.extend(seq.waits_for_token for seq in step.sampled_seqs))
     output = llm.generate("HAMLET", params, use_tqdm=False)[0]
+    llm.engine_thread.call(lambda: None)  # waits for the end of the last step, whose hooks follow its output
     assert len(waits) == 150 and 10 < sum(waits) < 30 and not any(waits[8:18])
     text = [*output.prompt_token_ids, *output.outputs[0].token_ids]
     monkeypatch.setattr(Silent, "known", tuple(text))
