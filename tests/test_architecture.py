@@ -69,7 +69,8 @@ HOUSE = """
   vision/image_feature.py
   <- engine/state_blocks.py engine/window_blocks.py lora/adapter_queue.py
   <- engine/scheduler.py engine/awaiting.py engine/forks.py spec_decode/drafting_scheduler.py
-  pooling/pooling_scheduler.py tiers/connector.py vision/image_blocks.py <- engine/stats.py tiers/tiered_blocks.py
+  pooling/pooling_scheduler.py tiers/connector.py vision/image_budget.py
+  <- engine/stats.py tiers/tiered_blocks.py vision/image_blocks.py
 1 | engine/outputs.py <- requests/stream_event.py pooling/pooling_outputs.py
 1 | kernels/ moe/kernels/ delta_net/kernels/ quantization/kernels/ invariant/kernels/ distributed/kernels/
   lora/kernels/

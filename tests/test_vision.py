@@ -28,7 +28,7 @@ from nanovllm import BeamSearchParams, LoRARequest, SamplingParams
 from nanovllm.models import ModelConfig, make_model
 from nanovllm.utils.loader import load_model
 from nanovllm.vision import image_prompts, image_urls
-from nanovllm.vision.prompt_images import PromptImages
+from nanovllm.vision.prompt_images import PromptImages, images_in
 from nanovllm.vision.vision_runner import ImageStore, vision_runner
 
 Image = pytest.importorskip("PIL.Image")
@@ -328,6 +328,38 @@ def test_each_image_is_computed_once(make_vision, monkeypatch):
     assert llm.core.model_runner.images.num_tokens == size
     llm.generate(with_images(random.Random(0), picture(90, 60, 2), picture(90, 60, 3)), params, use_tqdm=False)
     assert llm.core.model_runner.images.num_tokens == size, "a step with parts of two images was followed by others"
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_images_count_in_the_budget(make_vision, monkeypatch, name):
+    """A chunk begins at most one image. A mixed step exceeds the budget by at most one image."""
+    llm, steps = make_vision(name, max_num_batched_tokens=200, max_num_mixed_tokens=90), []
+    scheduler = llm.scheduler
+    cost = scheduler.block_manager.cost_of_image(20)
+    assert 10 < cost < 90 and scheduler.block_manager.cost_of_image(80) > 4 * cost
+
+    plain = scheduler.schedule
+
+    def schedule(**options):
+        if (step := plain(**options)) is not None:
+            begun = [[x.image.num_tokens for x in images_in(*row) if x.start >= row.start] for row in step.chunks]
+            steps.append((step.num_decodes, sum(end - start for _, start, end in step.chunks), begun))
+        return step
+
+    monkeypatch.setattr(scheduler, "schedule", schedule)
+    rng, params = random.Random(0), SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    llm.add_request([5, 6, 7], params)
+    llm.step()
+    for seed in range(0, 6, 2):
+        images = picture(40, 30, seed), picture(60, 43, seed + 1)
+        llm.add_request(with_images(rng, *images, before=20, between=30, after=20), replace(params, max_tokens=2))
+    while not llm.is_finished():
+        llm.step()
+    assert sum(len(images) for *_, begun in steps for images in begun) == 6
+    for num_decodes, num_tokens, begun in steps:
+        assert all(len(images) <= 1 for images in begun)
+        costs = [scheduler.block_manager.cost_of_image(n) for images in begun for n in images]
+        assert not num_decodes or num_tokens + sum(costs[:-1]) <= 90
 
 
 def test_pixels_are_freed(make_vision):

@@ -23,7 +23,8 @@ KINDS = {  # kind: pattern of kernel names; the first match counts
     "attention": f"{OF_PROMPTS}|_decode_kernel|_combine_kernel",
     "RoPE & store": "_norm_rope_store_kernel",
     "delta rule": "_inputs_kernel|_chunks_kernel|_states_kernel|_outputs_kernel|_tokens_kernel",
-    "experts": "_(route|count|scan|sort|grouped|sum_parts)_kernel|_(gate_up|down)(_gemv)?_kernel",
+    "experts": "_(route|count|scan|sort|gather_pairs|grouped|packed_experts|activate|sum_parts|gate_up|down)_kernel"
+    "|_(gate_up|down)_gemv_kernel",
     PRODUCTS: "gemm|gemv|nvjet|cutlass|splitK|_split_k_kernel|_product_kernel|_dequantize(_packed)?_kernel",
     "adapters": "_(shrink|expand)_kernel",
     "norms & SwiGLU": "_norm_kernel|_silu_and_mul_kernel|_groups_kernel|_sigmoid_gate_kernel",

@@ -171,8 +171,12 @@ class Scheduler:
                 started.appendleft(seq)
                 self.preempt(started.pop())  # the last in order, perhaps `seq` itself
                 continue
-            budget = budget.minus(seq.num_computed_tokens, end)
+            budget = self.spend(budget, seq, end)
             self._schedule_chunk(seq, end, step)
+
+    def spend(self, budget: TokenBudget, seq: Sequence, end: int) -> TokenBudget:
+        """Return what a chunk of `seq` that ends at `end` leaves of a budget."""
+        return budget.minus(seq.num_computed_tokens, end)
 
     def _schedule_chunk(self, seq: Sequence, end: int, step: ScheduledStep) -> None:
         step.chunks.append(ScheduledSequence(seq, seq.num_computed_tokens, end))

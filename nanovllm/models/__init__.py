@@ -54,6 +54,7 @@ MODELS = {
 MODELS |= {
     "gemma3_text": f"{__name__}.gemma3_text:Gemma3ForCausalLM",
     "gemma4_text": f"{__name__}.gemma4_text:Gemma4ForCausalLM",
+    "gemma4_unified_text": f"{__name__}.gemma4_unified_text:Gemma4UnifiedForCausalLM",
     "smollm3": f"{__name__}.smollm3:SmolLM3ForCausalLM",
     "qwen3_vl": f"{__name__}.qwen3_vl:Qwen3VLForConditionalGeneration",
     "qwen3_vl_moe": f"{__name__}.qwen3_vl_moe:Qwen3VLMoeForConditionalGeneration",
@@ -160,14 +161,9 @@ class ModelConfig:
         eos_token_ids = _eos_token_ids(file, raw, plain["vocab_size"])
         if (generation := folder / "generation_config.json").exists():
             eos_token_ids = _eos_token_ids(generation, raw | read_json(generation), plain["vocab_size"])
-        formats, quantized, source = None, raw.get("quantization_config"), file
-        if not quantized and (separate := folder / "hf_quant_config.json").exists():  # of NVIDIA Model Optimizer
-            source, quantized = separate, read_json(separate).get("quantization")
-            if not isinstance(quantized, dict):
-                raise TypeError(f"{separate}: quantization={quantized!r:.80}: must be an object")
-            quantized = {"quant_method": "modelopt"} | quantized
-        if quantized or quantization is not None:
-            formats = find_quantization(quantized, source, quantization)
+        formats, quantized = None, raw.get("quantization_config")
+        if quantized or quantization is not None or (folder / "hf_quant_config.json").exists():
+            formats = find_quantization(quantized, file, quantization)
         return cls(
             model_type=model_type,
             num_key_value_heads=kv_heads,

@@ -21,13 +21,17 @@ from typing import Any
 def find_quantization(raw: dict | None, file: Path, setting: str | None) -> Any:
     """Return the QuantConfig for `raw` (`quantization_config` in config.json) and the setting `quantization`.
 
-    Return None if both are None. Raise ValueError if the format is not supported, or if the setting differs from the
-    checkpoint's format.
+    NVIDIA Model Optimizer may describe the format in a file of its own, next to config.json. Return None if there is no
+    description and no setting. Raise ValueError or TypeError if the format is not supported, or if the setting differs
+    from the checkpoint's format.
     """
-    if not raw:
+    if not raw and (separate := file.with_name("hf_quant_config.json")).exists():
+        config = _format(str(separate), "modelopt", "read_file")(separate)
+    elif not raw:
         return None if setting is None else _format("quantization", setting, "config_on_load")()
-    name = f"{file}: quantization_config: quant_method"
-    config = _format(name, raw.get("quant_method"), "read_config")(raw, file)
+    else:
+        name = f"{file}: quantization_config: quant_method"
+        config = _format(name, raw.get("quant_method"), "read_config")(raw, file)
     if setting not in (None, config.name):
         raise ValueError(f"quantization={setting!r}: must be {config.name!r}, the checkpoint's, or left out")
     return config

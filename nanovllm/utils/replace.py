@@ -1,14 +1,13 @@
-"""Replaces methods of modules after their construction, for quantized and fused modules."""
+"""Replaces methods of objects after their construction, for quantized and fused modules, and for images."""
 
 from functools import cache
+from typing import Any
 
-from torch import nn
 
+def replace_methods(module: Any, form: type, prefix: str) -> None:
+    """Override an object's methods with `form`'s methods. `isinstance`, names and parameters do not change.
 
-def replace_methods(module: nn.Module, form: type, prefix: str) -> None:
-    """Override a module's methods with `form`'s methods. `isinstance`, names and parameters do not change.
-
-    As in PyTorch's `fully_shard`, the module gets a subclass of both `form` and its class. The subclass's name begins
+    As in PyTorch's `fully_shard`, the object gets a subclass of both `form` and its class. The subclass's name begins
     with `prefix`.
     """
     module.__class__ = _subclass(form, type(module), prefix)

@@ -11,6 +11,7 @@ from nanovllm.engine.engine import Engine
 from nanovllm.utils.replace import replace_methods
 from nanovllm.utils.tensor_parts import TensorPart, parts_of
 from nanovllm.vision.image_blocks import ImageBlocks
+from nanovllm.vision.image_budget import ImageScheduler, cost_of_image
 from nanovllm.vision.prompt_images import PromptImage
 
 
@@ -38,6 +39,8 @@ def use_images(engine: Engine) -> None:
     blocks: Any = engine.scheduler.block_manager
     replace_methods(blocks, ImageBlocks, "Image")
     blocks.forget_images = runner.images.clear
+    blocks.cost_of_image = partial(cost_of_image, config=engine.config.model_config)
+    replace_methods(engine.scheduler, ImageScheduler, "Image")
     if engine.workers.processes:
         runner.images.tell_ranks = partial(_tell_ranks, engine)
 

@@ -63,6 +63,12 @@ class VisionConfig:
         """The number of tokens of the largest image."""
         return self.max_pixels // (self.patch_size * self.merge_size) ** 2
 
+    def operations(self, num_tokens: int) -> int:
+        """Return the number of operations of the tower for an image of `num_tokens` tokens."""
+        patches, size = num_tokens * self.merge_size**2, self.hidden_size
+        per_patch = 8 * size**2 + 4 * size * self.intermediate_size + 4 * patches * size  # the last term is attention
+        return self.depth * patches * per_patch
+
     def with_settings(self, settings: "Config") -> "VisionConfig | None":
         """Return the configuration for an engine, or None if it takes no images.
 

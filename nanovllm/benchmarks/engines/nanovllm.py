@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from math import inf
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from nanovllm.benchmarks.engines.loops import measure, serve
 from nanovllm.benchmarks.processes import seconds_since_start
 from nanovllm.benchmarks.requests import Request, Workloads
 from nanovllm.benchmarks.results import Result, drafts_since, fastest, joined
+from nanovllm.engine.scheduling_policy import TokenBudget
 
 if TYPE_CHECKING:
     from nanovllm import LLM
@@ -31,12 +33,24 @@ class NanoVllmSteps:
 
     def __init__(self, llm: "LLM"):
         self.llm, self.add, self.is_finished = llm, llm.add_request, llm.is_finished
-        self.num_cached_tokens, self._num_loaded_before = 0, 0
+        self.num_cached_tokens, self._num_loaded_before, self._cost_of_cached = 0, 0, 0.0
+        self._budget = TokenBudget(inf, llm.config.model_config.context_of_equal_cost)
 
     def step(self) -> list[tuple[int, int]]:
         output = self.llm.step()
-        self.num_cached_tokens += sum(request.num_cached_tokens for request in output.finished)
+        for request in output.finished:
+            self.num_cached_tokens += request.num_cached_tokens
+            self._cost_of_cached += self._budget.cost(0, request.num_cached_tokens)
         return output.new_tokens
+
+    def seconds_saved(self) -> float:
+        """Estimate how long the prompt tokens in the prefix cache would have taken, since the last call.
+
+        The engine measured at its start how many tokens it computes in `max_mixed_step_ms`.
+        """
+        config, cost, self._cost_of_cached = self.llm.config, self._cost_of_cached, 0.0
+        assert config.max_mixed_step_ms and config.max_num_mixed_tokens  # known after the start
+        return cost / config.max_num_mixed_tokens * config.max_mixed_step_ms / 1000
 
     def num_loaded_tokens(self) -> int:
         """Return how many prompt tokens came from host memory since the last call."""

@@ -94,7 +94,7 @@ def _grouped_product(
 
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_pairs"])
-def _gather_kernel(x_ptr, pairs_ptr, out_ptr, num_pairs, N: tl.constexpr, TOP_K: tl.constexpr, PDL: tl.constexpr):
+def _gather_pairs_kernel(x_ptr, pairs_ptr, out_ptr, num_pairs, N: tl.constexpr, TOP_K: tl.constexpr, PDL: tl.constexpr):
     # A program copies a row of x. The last pairs may be unwritten, if other ranks have experts.
     gdc_launch_and_wait(PDL)
     row, n = tl.program_id(0).to(tl.int64), tl.arange(0, next_power_of_2(N))
@@ -126,7 +126,7 @@ def _by_hopper_kernels(
     if num_tokens > 1:
         sorted_x = x.new_empty(num_pairs, hidden)
         top_k = routing.weights.shape[1]
-        launch(_gather_kernel, (num_pairs,), x.device)(x, rows.pairs, sorted_x, num_pairs, N=hidden, TOP_K=top_k)
+        launch(_gather_pairs_kernel, (num_pairs,), x.device)(x, rows.pairs, sorted_x, num_pairs, N=hidden, TOP_K=top_k)
     gate_and_up = packed_rows(sorted_x, gate_up, biases[0], rows, routing, x.new_empty(num_pairs, 2 * down.k))
     h, block = x.new_empty(num_pairs, down.k), 1024
     launch(_activate_kernel, (num_pairs, triton.cdiv(down.k, block)), x.device)(

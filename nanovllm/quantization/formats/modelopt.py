@@ -12,11 +12,19 @@ import torch
 from nanovllm.quantization.formats.fp8 import e4m3_scheme
 from nanovllm.quantization.packed import PackedScheme, nibbles
 from nanovllm.quantization.quant_config import ALL, QuantConfig
-from nanovllm.utils.checks import check_choice
+from nanovllm.utils.checks import check_choice, read_json
 
 # fixed scales of activations and of the KV cache, both of which stay unquantized
 UNUSED = ".input_scale", ".input_global_scale", ".k_scale", ".v_scale"
 E4M3 = torch.float8_e4m3fn
+
+
+def read_file(file: Path) -> QuantConfig:
+    """Read a file `hf_quant_config.json`."""
+    raw = read_json(file).get("quantization")
+    if not isinstance(raw, dict):
+        raise TypeError(f"{file}: quantization={raw!r:.80}: must be an object")
+    return read_config(raw, file)
 
 
 def read_config(raw: dict, file: Path) -> QuantConfig:

@@ -1,0 +1,17 @@
+"""The text part of Gemma 4 12B, which reads images and audio without a tower: Gemma 4 as a plain decoder.
+
+There are no experts, and no embeddings for each layer.
+"""
+
+from typing import ClassVar
+
+from nanovllm.models.gemma4_text import Gemma4ForCausalLM
+
+
+class Gemma4UnifiedForCausalLM(Gemma4ForCausalLM):
+    # transformers' defaults
+    defaults: ClassVar = Gemma4ForCausalLM.defaults | {
+        "max_position_embeddings": 262144,
+        "sliding_window": 1024,
+        "hidden_size_per_layer_input": 0,
+    }
