@@ -67,7 +67,14 @@ class GroupTensorParallel(Ranks):
             self.folder = folder  # NCCL still uses it
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return self._all_reduce(x, dist.ReduceOp.SUM)
+        return self._gather(x).sum(0) if x.is_cpu else self._all_reduce(x, dist.ReduceOp.SUM)
+
+    def _gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Return every rank's x as [ranks, ...]. For a few rows, gloo needs a third of the time of its all-reduce."""
+        parts = x.new_empty(self.size * len(x), *x.shape[1:])
+        if len(x):
+            self.group._allgather_base(parts, x.contiguous()).wait()
+        return parts.view(self.size, *x.shape)
 
     def _all_reduce(self, x: torch.Tensor, op: dist.ReduceOp) -> torch.Tensor:
         options = dist.AllreduceOptions()
@@ -76,13 +83,11 @@ class GroupTensorParallel(Ranks):
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        out = x.new_empty(self.size * len(x), *x.shape[1:])
-        if len(x):
-            self.group._allgather_base(out, x.contiguous()).wait()
-        return out.view(self.size, *x.shape).transpose(0, 1).flatten(1)
+        return self._gather(x).transpose(0, 1).flatten(1)
 
     def all_reduce_max(self, keys: torch.Tensor) -> torch.Tensor:
-        return self._all_reduce(keys, dist.ReduceOp.MAX)
+        gathers = keys.is_cpu and len(keys)  # without keys, this is a barrier
+        return self._gather(keys).amax(0) if gathers else self._all_reduce(keys, dist.ReduceOp.MAX)
 
     def abort(self) -> None:
         super().abort()
