@@ -28,7 +28,7 @@ def __getattr__(name: str) -> Any:
         with waiting_for(f"Importing {name}"):
             for home in HOMES:
                 if hasattr(module := import_module(f"nanovllm.{home}"), name):
-                    return globals().setdefault(name, getattr(module, name))  # so that this is called once for a name
+                    return globals().setdefault(name, getattr(module, name))  # `__getattr__` is then not called again
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

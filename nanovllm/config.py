@@ -1,4 +1,4 @@
-"""The settings of an engine. They are validated and resolved on construction, and then frozen."""
+"""The settings of an engine, which are validated and resolved on construction, and then frozen."""
 
 import inspect
 import logging
@@ -32,21 +32,21 @@ class Config:
     model: a folder in the Hugging Face layout, a hub id, or `"tiny-qwen3"`, the model in this package.
     max_num_batched_tokens: maximum number of tokens in a step. Longer prompts are computed in chunks over several
         steps.
-    max_mixed_step_ms: target duration in milliseconds of a mixed step, which computes prompt chunks while other
-        sequences decode; by default 50 on CUDA and 250 on a CPU.
-    max_num_mixed_tokens: maximum number of tokens in a mixed step; by default the number that is computed in
-        `max_mixed_step_ms`. This number is measured on CUDA and estimated on a CPU. While few prompt tokens wait, a
+    max_mixed_step_ms: target duration in milliseconds of a mixed step, which computes prompt chunks and decodes other
+        sequences; by default 50 on CUDA and 250 on a CPU.
+    max_num_mixed_tokens: maximum number of tokens in a mixed step; by default, as many as the device computes in
+        `max_mixed_step_ms`. The default is measured on CUDA and estimated on a CPU. While few prompt tokens wait, a
         mixed step uses only half of the maximum.
     scheduling_policy: "fcfs" (first come, first served) or "priority" (the request with the lowest `priority` value
-        comes first). In Python, it can also be an object with a method `priority_key`: see `SchedulingPolicy` in
+        comes first). In Python, the value can also be an object with a method `priority_key`: see `SchedulingPolicy` in
         `engine/scheduling_policy.py`.
-    max_num_seqs: maximum number of sequences that run at the same time. If the model has layers with a state, the
-        maximum is lowered until these states take at most half of the cache's memory, unless `num_kvcache_blocks` is
-        set.
+    max_num_seqs: maximum number of sequences that run at the same time. If the model's layers keep states, and
+        `num_kvcache_blocks` is not set, the maximum is lowered until the states of all sequences take at most half of
+        the cache's memory.
     max_model_len: maximum number of tokens in a prompt and its answer together; by default 4096, or the model's own
         limit if that is smaller.
-    gpu_memory_utilization: the fraction of the GPU's memory that weights and cache may use together. It has no effect
-        on a CPU.
+    gpu_memory_utilization: the fraction of the GPU's memory that weights and cache may use together. The setting has no
+        effect on a CPU.
     tensor_parallel_size: the number of ranks that share the model: 1, 2, 4 or 8. On CUDA, each rank has a separate GPU,
         and `device` is the GPU of the first rank.
     expert_parallel: with several ranks, give each rank whole experts of a mixture-of-experts model, instead of a part
@@ -54,20 +54,20 @@ class Config:
     enforce_eager: do not use CUDA graphs.
     kvcache_block_size: tokens per cache block, a multiple of 16. The backend "flash" needs a multiple of 256, and
         `batch_invariant` on CUDA a multiple of 64.
-    num_kvcache_blocks: the number of cache blocks; by default as many as fit into memory, or into 1 GiB on a CPU. An
+    num_kvcache_blocks: the number of cache blocks; by default, as many as fit into memory or, on a CPU, into 1 GiB. An
         explicit number also limits `max_model_len`.
-    kv_cache_dtype: "auto" stores values in `dtype`. "fp8" stores e4m3 values with a scale for each key and value; it
+    kv_cache_dtype: "auto" stores values in `dtype`. "fp8" stores e4m3 values with a scale for each key and value. "fp8"
         needs the backend "triton" or "sdpa".
-    mamba_ssm_cache_dtype: the dtype in which layers with the gated delta rule store their states: "float32",
-        "bfloat16" or "float16". "auto" is the checkpoint's choice, usually "float32". States are computed in float32.
-        It has no effect on other models.
+    mamba_ssm_cache_dtype: the dtype in which layers with the gated delta rule store their states: "float32", "bfloat16"
+        or "float16". "auto" is the checkpoint's choice, usually "float32". States are always computed in float32. The
+        setting has no effect on other models.
     dtype: "auto" is the checkpoint's dtype. On a CPU without instructions for that dtype, "auto" is float32 if float32
         weights take at most half of the memory. Other values: "float32" ("float"), "float16" ("half"), "bfloat16". In
-        Python, it can also be a torch.dtype.
+        Python, the value can also be a torch.dtype.
     device: "cpu", "cuda", or one GPU, such as "cuda:1". "auto" is "cuda" if there is a CUDA device, else "cpu".
     attention_backend: "triton", "sdpa" or "flash". "auto" is "triton" on CUDA if Triton is installed, else "sdpa".
-    swap_space: GiB of host memory, of all ranks together, for cache blocks that have to leave the device. Later
-        requests that begin with their tokens get them back. See docs/cache.md.
+    swap_space: GiB of host memory, for all ranks together, to keep cache blocks that the device evicts. A later request
+        that begins with the tokens of these blocks copies the blocks back. See docs/cache.md.
     enable_prefix_caching: reuse the cache blocks of earlier requests that begin with the same tokens.
     async_scheduling: prepare a step while the previous step runs; by default on CUDA only.
     seed: makes requests without their own seed repeatable; by default, each run differs.
@@ -89,14 +89,15 @@ class Config:
     max_loras: the number of adapters that are on the device at the same time.
     max_lora_rank: upper limit for the rank of adapters. Memory is allocated for adapters of this rank.
     speculative_config: how tokens are drafted, as JSON with the keys that docs/speculation.md lists; by default no
-        tokens are drafted. In Python, it can also be a dict.
+        tokens are drafted. In Python, the value can also be a dict.
     task: "generate", "embed" (texts to vectors), "score" (the relevance of documents) or "classify"; by default the
         task for which the checkpoint was made. See docs/embeddings.md.
     language_model_only: load no vision tower, and take no images.
     limit_mm_per_prompt: the maximum number of images in a prompt, as JSON: `{"image": 4}`; by default 999.
     mm_processor_kwargs: the size to which images are scaled, as JSON with the keys `min_pixels` and `max_pixels`.
-    allowed_local_media_path: the folder whose images conversations may name; by default none. See docs/images.md.
-    allowed_media_domains: the hosts whose images conversations may name; by default none.
+    allowed_local_media_path: conversations may refer to image files in this folder; by default, to no files. See
+        docs/images.md.
+    allowed_media_domains: the hosts from which images in conversations may be downloaded; by default none.
 
     Raises ValueError or TypeError. The message states the value and the bound. Raises FileNotFoundError if the model
     does not exist.
@@ -143,13 +144,13 @@ class Config:
     mm_processor_kwargs: Any = checked(None, "nanovllm.vision.vision_config:check_pixels")
     allowed_local_media_path: str = ""
     allowed_media_domains: Sequence[str] | None = checked(None, "nanovllm.vision.vision_config:check_domains")
-    dtype_reason: str = field(init=False, repr=False)  # why "auto" has become this dtype
-    eos: int = field(default=-1, init=False, repr=False)  # the tokenizer's id, once the engine has read the tokenizer
+    dtype_reason: str = field(init=False, repr=False)  # why "auto" was resolved to this dtype
+    eos: int = field(default=-1, init=False, repr=False)  # from the tokenizer; -1 until the engine has loaded it
     num_states: int = field(default=0, init=False, repr=False)  # for layers that keep states: see cache/state.py
     num_window_tables: int = field(default=0, init=False, repr=False)  # see cache/window_tables.py
-    cache_window: int = field(default=0, init=False, repr=False)  # keys behind this window are freed from these tables
-    table_views: tuple = field(default=(), init=False, repr=False)  # how layers see block tables: the same file
-    model_config: "ModelConfig" = field(init=False, repr=False)  # with our `dtype`, not the checkpoint's
+    cache_window: int = field(default=0, init=False, repr=False)  # the window of the layers that use these tables
+    table_views: tuple = field(default=(), init=False, repr=False)  # see cache/window_tables.py
+    model_config: "ModelConfig" = field(init=False, repr=False)  # its `dtype` is the resolved dtype
     pooling: Any = field(default=None, init=False, repr=False)  # a PoolingConfig, unless the task is "generate"
 
     def __post_init__(self) -> None:
@@ -161,7 +162,7 @@ class Config:
         runs_plain_torch = device == "cpu" and self.attention_backend in ("auto", "sdpa") and not self.batch_invariant
         backend, block_multiple = "sdpa", 16
         if not runs_plain_torch:
-            from nanovllm.attention import check_head_dim, resolve_backend  # what kernels need
+            from nanovllm.attention import check_head_dim, resolve_backend  # only kernels need these checks
 
             backend, block_multiple = resolve_backend(self, device)
         if (block_size := self.kvcache_block_size) % block_multiple:
@@ -225,7 +226,7 @@ class Config:
         return cls(model, **settings)
 
     def _resolve_pooling(self, folder: Path) -> None:
-        """Read how the checkpoint pools, and turn off what does not apply without generated tokens."""
+        """Read how the checkpoint pools hidden states, and turn off settings that only matter for generation."""
         if self.speculative_config is not None:
             raise ValueError(f"speculative_config={self.speculative_config!r}: must be None with task={self.task!r}")
         if self.enable_lora:
@@ -252,12 +253,12 @@ class Config:
 
     @property
     def num_block_tables(self) -> int:
-        """How many block tables a sequence has. A block stores the layers of one table."""
+        """How many block tables a sequence has. A block stores the keys and values of one table's layers."""
         return 1 + self.num_window_tables
 
     @property
     def tokens_per_row(self) -> int:
-        """The maximum number of tokens that a sequence gets in a step: one more than its maximum number of drafts."""
+        """The maximum number of tokens that a sequence gets in a step: one more than the maximum number of drafts."""
         return 1 + (self.speculative_config.num_speculative_tokens if self.speculative_config else 0)
 
     def device_of(self, rank: int) -> "torch.device":
@@ -305,7 +306,7 @@ def _resolve_device(name: str, num_ranks: int) -> str:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if (name := str(name)).partition(":")[0] == "cpu":
         return "cpu"
-    from nanovllm.utils.device_checks import check_devices  # a CPU needs nothing of it
+    from nanovllm.utils.device_checks import check_devices  # not needed on a CPU
 
     check_devices(name, num_ranks)
     return name

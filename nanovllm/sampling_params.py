@@ -31,9 +31,9 @@ class SamplingParams:
         may still depend on it. By default, or with -1, the seed is derived from the engine's seed, or random if the
         engine has no seed.
     n: the number of answers. The prompt is computed only once.
-    min_tokens: until the answer has this many tokens, only `max_tokens` can end it.
+    min_tokens: until the answer has this many tokens, nothing but `max_tokens` can end the answer.
     stop: strings that end the answer. The text is cut in front of the string.
-    stop_token_ids: at most 128 ids that end the answer like end-of-sequence ids. The text is cut in front of that
+    stop_token_ids: at most 128 ids that end the answer like end-of-sequence ids. The text is cut in front of the stop
         token.
     bad_words: strings that must not be generated. Each string is tokenized both with and without a leading space.
     allowed_token_ids: the only ids that may be generated.
@@ -52,8 +52,8 @@ class SamplingParams:
         name in docs/reasoning.md. `structured_outputs` and `stop` then apply only to the answer after the reasoning.
     thinking_token_budget: maximum number of reasoning tokens, after which the engine forces the end marker. None or
         -1 means no limit. It needs `reasoning_parser`.
-    logprobs: return log-probabilities for each generated token, and for this many of the most likely tokens at each
-        position; -1 means all. The setting `logprobs_mode` selects the distribution.
+    logprobs: return log-probabilities of each generated token, and of this many most likely tokens at each position; -1
+        means all tokens. The setting `logprobs_mode` selects the distribution.
     prompt_logprobs: like `logprobs`, but for each prompt token, and always from the model's own logits. Such a
         request does not read the prefix cache.
 

@@ -7,7 +7,7 @@ LONGEST = "test_cuda_graph.py", "test_tensor_parallel.py", "test_long_context.py
 
 
 def pytest_addoption(parser):
-    parser.addoption("--stress-seconds", type=float, default=0.6, help="duration of each stress test of callers")
+    parser.addoption("--stress-seconds", type=float, default=0.4, help="duration of each stress test of callers")
     parser.addoption(
         "--interrupts", type=int, default=6, help="number of moments at which each test of interrupts raises one"
     )

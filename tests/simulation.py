@@ -162,9 +162,9 @@ class SimulatedEngine:
         scheduler, manager = self.scheduler, self.manager
         live = {*scheduler.prefilling.values(), *scheduler.running.values()}
         assert len(live) == len(scheduler.prefilling) + len(scheduler.running)
-        assert {seq.status for seq in live} <= {SequenceStatus.RUNNING}
+        assert all(seq.status is SequenceStatus.RUNNING for seq in live)
         waiting = [*scheduler.waiting]
-        assert {seq.status for seq in waiting} <= {SequenceStatus.WAITING}
+        assert all(seq.status is SequenceStatus.WAITING for seq in waiting)
         orders = [seq.order for seq in waiting]
         assert orders == sorted(orders)
         waiting += [seq for seq in self.scheduler.held if seq.status is SequenceStatus.WAITING]  # they are in no queue

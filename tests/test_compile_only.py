@@ -122,15 +122,16 @@ def adapters(num_rows, dtype, sizes, max_rank, inputs=256, slots=3):
 
 
 def work():
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        adapters(1, dtype, [64], 16, slots=1)
-        adapters(300, dtype, [64, 32, 32], 70)
+    # each dtype and both kinds of tiles; a compilation takes a second
+    adapters(1, torch.float16, [64], 16, slots=1)
+    adapters(300, torch.float32, [64, 32, 32], 70)
+    adapters(300, torch.bfloat16, [64, 32, 32], 70)
 
 
 compile_only(work)
 for kernel in (lora_gemm._shrink_kernel, lora_gemm._expand_kernel):
     found = kernels(kernel.jit)
-    assert len(found) == 6 and all(kernel.asm["cubin"] for kernel in found), found
+    assert len(found) == 3 and all(kernel.asm["cubin"] for kernel in found), found
 print("done")
 """
 
@@ -151,13 +152,15 @@ def work():
         weight, cos_sin = torch.ones(head_dim, **bf16), torch.zeros(3, 2, head_dim)
         qkv = torch.zeros(3, 20, head_dim, **bf16)
         more = weight, weight, 1e-6, cos_sin, torch.zeros(3, **ints)
-        decode_attention.decode_attention(q, cache, *seqs)
-        decode_attention.decode_attention(qkv, cache, *seqs, norm_rope_inputs=more)
+        if head_dim == 256:  # each kernel takes two seconds to compile; the last one needs the most memory
+            decode_attention.decode_attention(q, cache, *seqs)
+        else:
+            decode_attention.decode_attention(qkv, cache, *seqs, norm_rope_inputs=more)
 
 
 compile_only(work)
 found = kernels(decode_attention._decode_kernel.jit)
-assert len(found) == 4, found
+assert len(found) == 2, found
 assert max(kernel.metadata.shared for kernel in found) <= 227 * 1024  # of a multiprocessor of an H100
 print("done")
 """

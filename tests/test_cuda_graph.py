@@ -102,7 +102,7 @@ def test_window_tables_of_padded_steps(make_llm, tmp_path, use_ops, monkeypatch,
     monkeypatch.setitem(CASES, "gemma3-graphs", ("Gemma3", 2, 1, 16, {}, entries))
     folder = make_checkpoint(tmp_path, "gemma3-graphs")
     prompts = [[i % 90 + 5 for i in range(k, k + n)] for k, n in [(0, 33), (7, 3), (0, 36), (3, 17), (9, 9)]]
-    params = [SamplingParams(temperature=0.0, max_tokens=4 + i, n=1 + i % 2, ignore_eos=True) for i in range(5)]
+    params = [SamplingParams(temperature=0.0, max_tokens=3 + i, n=1 + i % 2, ignore_eos=True) for i in range(5)]
     settings = SMALL | {"load_format": "auto"} | (drafts("mixed", num_drafts) if num_drafts else {})
     expected = generate_by_steps(make_llm(folder, **settings), zip(prompts, params))
     texts = tuple([*output.prompt_token_ids, *x.token_ids] for output in expected for x in output.outputs)
@@ -128,12 +128,12 @@ def test_padding_changes_nothing(make_llm, one_layer, use_ops, monkeypatch, draf
     monkeypatch.setattr(dummy_weights, "BOUND", 1.0)  # each token depends on all before it
     prompts = [[i % 90 + 5 for i in range(k, k + n)] for k, n in [(0, 20), (7, 3), (40, 1), (0, 25), (3, 23), (9, 9)]]
     params = [
-        SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, logprobs=2),
+        SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True, logprobs=2),
         SamplingParams(temperature=0.8, max_tokens=6, ignore_eos=True, seed=1, n=2),
-        SamplingParams(temperature=0.8, max_tokens=12, ignore_eos=True, seed=2, presence_penalty=1.0, logprobs=2),
+        SamplingParams(temperature=0.8, max_tokens=9, ignore_eos=True, seed=2, presence_penalty=1.0, logprobs=2),
         SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, prompt_logprobs=1),
-        SamplingParams(temperature=0.7, max_tokens=8, ignore_eos=True, seed=3, logit_bias={17: 5.0}, top_k=5),
-        SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True, bad_words=["a"]),
+        SamplingParams(temperature=0.7, max_tokens=6, ignore_eos=True, seed=3, logit_bias={17: 5.0}, top_k=5),
+        SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, bad_words=["a"]),
     ]
     if find_spec("llguidance"):
         prompts.append([50, 51, 52, 53, 54])

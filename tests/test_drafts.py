@@ -129,7 +129,7 @@ def test_the_text_is_the_same(make_llm, monkeypatch, drafts, schedule):
 def test_sequences_that_draft_share_steps(make_llm, drafts):
     """Those that begin to draft while a step is in flight would else be in every other step from then on."""
     prompts = [[50 + i] * 20 for i in range(8)]
-    requests = [(prompt, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)) for prompt in prompts]
+    requests = [(prompt, SamplingParams(temperature=0.0, max_tokens=36, ignore_eos=True)) for prompt in prompts]
     outputs = generate_by_steps(make_llm(**SETTINGS), requests)
     KnownAnswers.texts = tuple([*x.prompt_token_ids, *x.outputs[0].token_ids] for x in outputs)
     num_steps = []

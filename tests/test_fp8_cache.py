@@ -481,7 +481,7 @@ def test_accuracy(make_llm, capsys):
     is compared with theirs, too.
     """
     rows, expected, settings = {}, None, dict(enable_prefix_caching=False)
-    params = SamplingParams(temperature=1.0, seed=0, n=4, max_tokens=50, ignore_eos=True)
+    params = SamplingParams(temperature=1.0, seed=0, n=4, max_tokens=30, ignore_eos=True)
     (written,) = make_llm(dtype="float32", **settings).generate("HAMLET.\n", params, use_tqdm=False)
     texts = [written.prompt_token_ids + completion.token_ids for completion in written.outputs]
     following = torch.tensor([token_id for text in texts for token_id in text[1:]])

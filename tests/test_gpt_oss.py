@@ -32,7 +32,7 @@ from nanovllm import SamplingParams
 
 pytestmark = needs_new_families
 # no size is a multiple of 128, and two ranks have whole groups of 32 inputs
-SIZES = {"hidden_size": 160, "intermediate_size": 192, "num_hidden_layers": 4}
+SIZES = {"hidden_size": 160, "intermediate_size": 192}
 CONFIG = {
     "quant_method": "mxfp4",
     "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
@@ -59,9 +59,10 @@ def write(monkeypatch, folder: Path, **entries) -> tuple[str, str]:
     return packed, plain
 
 
-@pytest.fixture
-def folders(monkeypatch, tmp_path) -> tuple[str, str]:
-    return write(monkeypatch, tmp_path)
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> tuple[str, str]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return write(monkeypatch, tmp_path_factory.mktemp("gpt-oss"))
 
 
 SCHEDULES = {
@@ -77,7 +78,7 @@ def test_parity(make_llm, folders, name):
     llm = make_llm(folders[0], **SMALL | SCHEDULES[name])
     prompts = requests()
     if name == "preemption":
-        prompts = [(prompt[:20], replace(params, max_tokens=40)) for prompt, params in prompts[2:]]
+        prompts = [(prompt[:20], replace(params, max_tokens=28)) for prompt, params in prompts[2:]]
     assert_same_as_transformers(folders[1], generate_by_steps(llm, prompts), error=1e-4)
     if name == "preemption":
         assert llm.stats()["preemptions"] > 0
@@ -96,6 +97,7 @@ def test_ranks(folders, tmp_path, size, options):
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_too_many_ranks(monkeypatch, make_llm, tmp_path):
     """An expert of 2,880 inputs has 90 groups of 32, which four ranks can't share. It is refused before ranks start."""
     packed, _ = write(monkeypatch, tmp_path, intermediate_size=160)

@@ -14,6 +14,7 @@ from common import CUDA, DEVICE, TINY, TWO_GPUS, assert_close, each_dtype, gener
 from safetensors.torch import load_file, save_file
 from test_models import (  # noqa: F401 (gelu_family is a fixture)
     CASES,
+    MAIN_CASES,
     SMALL,
     V5,
     VOCAB_SIZE,
@@ -126,14 +127,17 @@ def mixed(found: list[PEFTAdapter]) -> list:
     return [found[0], None, found[1], found[2], found[0], None, found[1], found[0]]
 
 
-def arguments_of(used: list) -> list[tuple]:
-    return [(*request, 0, adapter and adapter.request) for request, adapter in zip(requests(), used, strict=True)]
+def arguments_of(used: list, **params) -> list[tuple]:
+    return [
+        (prompt, replace(given, **params), 0, adapter and adapter.request)
+        for (prompt, given), adapter in zip(requests(), used, strict=True)
+    ]
 
 
 # -- the same answers --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", MAIN_CASES)
 def test_parity(make_llm, adapters, tmp_path, name):
     """Every family. Three adapters share two slots, and requests of all of them and of none share steps."""
     folder = make_checkpoint(tmp_path / "model", name)
@@ -143,7 +147,7 @@ def test_parity(make_llm, adapters, tmp_path, name):
     assert_merged(folder, outputs, mixed(found))
     assert llm.stats()["steps"]["mixed"] > 0
     # without adapters, the answers are less or more likely, unless they have no adapter
-    plain = generate_by_steps(llm, arguments_of([None] * 8))
+    plain = generate_by_steps(llm, arguments_of([None] * 8, max_tokens=2))
     assert_merged(folder, plain, [None] * 8)
     pairs = [[next(iter(x.outputs[0].logprobs[0].values())).logprob for x in pair] for pair in zip(outputs, plain)]
     assert [abs(a - b) > 2e-5 for a, b in pairs] == [adapter is not None for adapter in mixed(found)]
@@ -423,9 +427,11 @@ def test_sleep_and_new_weights(make_llm, tmp_path, model, found):
 @pytest.mark.skipif(CUDA, reason="runs graphs as Python code")
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # in a tile of no queries
 @pytest.mark.parametrize("num_drafts", [0, 2])
-def test_padded_steps(make_llm, model, found, use_ops, monkeypatch, num_drafts):
+def test_padded_steps(make_llm, adapters, tmp_path, use_ops, monkeypatch, num_drafts):
     """Steps of CUDA graphs have room for more rows and tokens than there are."""
     cuda_graph = pytest.importorskip("test_cuda_graph")
+    monkeypatch.setitem(CASES, "one-layer", ("Qwen3", 2, 1, 16, {}, {"num_hidden_layers": 1}))
+    found = adapters(model := make_checkpoint(tmp_path / "model", "one-layer"))
     monkeypatch.setattr(graphs, "TOKEN_SIZES", (4, 32))
     monkeypatch.setattr(graphs, "capture", cuda_graph.capture)
     use_ops("norm_rope_and_store", "place_decodes", "accept", "add_lora", "group_rows")

@@ -169,6 +169,13 @@ if V5:
         ),
         "gpt-oss-no-biases": ("GptOss", 8, 1, 16, {}, GPT_OSS | {"attention_bias": False, "swiglu_limit": 1.0}),
     }
+# Each differs from another case of its family only in rotations, windows, caps, biases, or numbers of heads or experts.
+# Tests of what does not depend on these leave them out.
+VARIANTS = {
+    *("llama-2", "llama-3.1", "llama-yarn", "qwen2.5", "mistral", "qwen3-biases", "qwen3-long", "qwen3-moe-top-1"),
+    *("gemma3-caps", "olmo3-yarn", "phi3-partial", "gpt-oss-no-biases"),
+}
+MAIN_CASES = [name for name in CASES if name not in VARIANTS]
 
 
 class GeluAndMul(nn.Module):

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ from nanovllm.utils.loader import load_model
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 ops = pytest.importorskip("nanovllm.kernels.ops")
+from nanovllm.invariant import cuda_ops
 from nanovllm.kernels.hopper.hopper_tiles import choose_packed_tile, packed_tile
 from nanovllm.kernels.launch.gpu_features import has_hopper_kernels
 from nanovllm.moe.kernels.moe_gemm import sum_local_parts
@@ -514,6 +516,29 @@ CLAMPED = Activation(1.5, shift=1.0, limit=0.75)  # as in gpt-oss
 def test_packed_experts(fresh_memory_is_nan, kind, num_tokens, first_expert):
     """With `first_expert`, experts 2 to 4 of five are here. With MXFP4, the experts are those of gpt-oss."""
     check_packed_experts(kind, num_tokens, first_expert, 128, 128 if KINDS[kind][2] == 128 else 96, torch.float16)
+
+
+@pytest.mark.parametrize("first_expert", [0, 2])
+@pytest.mark.parametrize("kind", ["int4-zeros", "mxfp4"])
+def test_packed_experts_that_are_converted(fresh_memory_is_nan, monkeypatch, kind, first_expert):
+    """Two experts after the other."""
+    monkeypatch.setattr("nanovllm.moe.kernels.packed_experts.MIN_CONVERTED_ROWS", 4)
+    monkeypatch.setattr("nanovllm.moe.kernels.packed_experts.MAX_CONVERTED_BYTES", 2 * 3 * 128 * 128 * 2)
+    check_packed_experts(kind, 12, first_expert, 128, 128, torch.float16)
+
+
+def test_invariant_experts(monkeypatch):
+    """With `batch_invariant`, the kernel for any GPU computes any number of rows."""
+    stacks = [random_packed("int4", *shape, torch.float16, 5) for shape in ((64, 64), (64, 32))]
+    kinds = SimpleNamespace(is_packed=True, stacks=lambda experts: stacks)
+    biases = dict(gate_up_proj_bias=None, down_proj_bias=None)
+    experts = SimpleNamespace(format=kinds, activation=None, first_expert=0, num_experts=5, num_stacked=5, **biases)
+    monkeypatch.setattr("nanovllm.moe.kernels.packed_experts.MIN_CONVERTED_ROWS", 1)
+    monkeypatch.setattr("nanovllm.moe.kernels.packed_experts.suits_packed_kernels", lambda *weights: True)
+    x = randn(9, 64, dtype=torch.float16)
+    weights, ids, _ = route(randn(1, 9, 5), 2, True)
+    whole = cuda_ops.sum_experts(x, experts, weights, ids)
+    assert_close(cuda_ops.sum_experts(x[3:4], experts, weights[3:4], ids[3:4]), whole[3:4].double())
 
 
 @pytest.mark.gpu

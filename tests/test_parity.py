@@ -17,7 +17,7 @@ from nanovllm import SamplingParams
 MARGIN = 2e-4
 SHARED_PREFIX = 300
 NUM_VERSES = 24  # the first requests
-MAX_ANSWER, MAX_RANDOM = 80, 24  # the most tokens that follow text, and random ids
+MAX_ANSWER, MAX_RANDOM = 56, 16  # the most tokens that follow text, and random ids
 SONNET = """Shall I compare thee to a summer's day?
 Thou art more lovely and more temperate:
 Rough winds do shake the darling buds of May,

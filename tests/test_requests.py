@@ -92,7 +92,7 @@ def test_logprobs(make_llm, logprobs_of, prompts, world, async_scheduling):
     seen = watch(llm)
     asks = [(3, 2), (0, None), (None, 4), (20, 0), (1, 1), (None, None), (5, 5), (2, None), (9, None), (1, 7)]
     params = [
-        SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=most, prompt_logprobs=of_prompt)
+        SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=most, prompt_logprobs=of_prompt)
         for most, of_prompt in asks
     ]
     answers = llm.generate(prompts, params, use_tqdm=False)

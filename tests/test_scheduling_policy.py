@@ -522,5 +522,5 @@ def test_a_policy_is_called_once_for_each_request(make_llm):
     """Also if a request has several answers, is preempted, or is computed again after an interrupt."""
     policy = Returns(*range(9))
     llm = make_llm(scheduling_policy=policy, kvcache_block_size=16, num_kvcache_blocks=6)
-    llm.generate([[5] * 14, [6] * 14, [7]], SamplingParams(max_tokens=40, n=2, **GREEDY), use_tqdm=False)
+    llm.generate([[5] * 14, [6] * 14, [7]], SamplingParams(max_tokens=24, n=2, **GREEDY), use_tqdm=False)
     assert llm.stats()["preemptions"] > 0 and policy.num_calls == 3

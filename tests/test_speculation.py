@@ -370,7 +370,8 @@ def test_wrong_drafts_cost_three_percent(size, drafts):
     """At most, from the first token on, and less later."""
     (num_seqs, num_engines), (rate, cost) = size, (drafts[0], COSTS[drafts[1]])
     engines = [TimedEngine(seed, cost) for seed in range(num_engines)]
-    first, second, others = ([engine.generate(rate, num_seqs, n) for engine in engines] for n in (256, 256, 900))
+    lengths = 256, 256, 900 if num_seqs < 256 else 300
+    first, second, others = ([engine.generate(rate, num_seqs, n) for engine in engines] for n in lengths)
     assert 1.0 < mean(first) < 1.03 and mean(second) < 1.025 and mean(others) < 1.02
 
 
@@ -428,6 +429,7 @@ def test_a_sequence_without_drafts_waits_for_few_tokens(make_llm, small_model, m
     waits = []
     llm.core.on_step.append(lambda step, result: waits.extend(seq.waits_for_token for seq in step.sampled_seqs))
     output = llm.generate("HAMLET", params, use_tqdm=False)[0]
+    llm.engine_thread.call(lambda: None)  # waits for the end of the last step, whose hooks follow its output
     assert len(waits) == 150 and 10 < sum(waits) < 30 and not any(waits[8:18])
     text = [*output.prompt_token_ids, *output.outputs[0].token_ids]
     monkeypatch.setattr(Silent, "known", tuple(text))

@@ -113,7 +113,7 @@ def random_schema(rng: random.Random, depth: int, is_root: bool = True) -> dict:
 
 def random_request(rng: random.Random, seed: int) -> tuple[SamplingParams, Callable[[str], None]]:
     """Parameters, and a check of the text of an answer that ends by itself."""
-    others = dict(seed=seed, temperature=rng.choice([0.0, 0.7, 1.0, 2.0]), max_tokens=60, top_k=rng.choice([0, 0, 5]))
+    others = dict(seed=seed, temperature=rng.choice([0.0, 0.7, 1.0, 2.0]), max_tokens=36, top_k=rng.choice([0, 0, 5]))
     kind = rng.random()
     if kind < 0.8:
         schema = random_schema(rng, depth=rng.choice([1, 2, 2, 3]))
@@ -136,7 +136,7 @@ def test_random_schemas(make_llm, monkeypatch, pytestconfig, record_property):
     """
     rng = random.Random(pytestconfig.getoption("--schemas"))
     asks = [random_request(rng, seed) for seed in range(pytestconfig.getoption("--schemas"))]
-    free = SamplingParams(max_tokens=50, seed=5, ignore_eos=True)
+    free = SamplingParams(max_tokens=30, seed=5, ignore_eos=True)
     prompts = ["Hello"[: 1 + i % 5] for i in range(len(asks))]
     reference = make_llm(max_num_seqs=64)
     expected = reference.generate(prompts, [own for own, _ in asks], use_tqdm=False)
@@ -347,7 +347,7 @@ def test_on_a_gpu(make_llm):
     """With graphs and without, asynchronous or not, alone and beside free rows."""
     asks = [params("regex", "[a-d ]{30}", seed=i, temperature=i % 2, top_k=i % 3) for i in range(9)]
     asks += [params("json", {"type": "array", "items": {"type": "integer"}, "maxItems": 9}, n=3)]
-    asks += [SamplingParams(seed=i, max_tokens=40, ignore_eos=True, logprobs=1) for i in range(9)]
+    asks += [SamplingParams(seed=i, max_tokens=24, ignore_eos=True, logprobs=1) for i in range(9)]
     asks += [SamplingParams(seed=3, allowed_token_ids=[*range(500, 600)])]
     requests = [("Hello"[: 1 + i % 5], own) for i, own in enumerate(asks)]
     found = []
@@ -530,7 +530,7 @@ def test_masks_that_take_random_times(make_llm, monkeypatch, async_scheduling):
     """With the real threads, steps that seldom wait, preemptions and aborts: no token differs."""
     rng = random.Random(5)
     asks = [random_request(rng, seed)[0] for seed in range(6)]
-    asks += [params("regex", "[a-d]{20}", n=3, seed=7), SamplingParams(max_tokens=40, ignore_eos=True, seed=3)]
+    asks += [params("regex", "[a-d]{20}", n=3, seed=7), SamplingParams(max_tokens=24, ignore_eos=True, seed=3)]
     expected = [[x.token_ids for x in o.outputs] for o in generate_by_steps(make_llm(), [("Hi", x) for x in asks])]
     make = constraints.Constraint._grammar_mask
 
@@ -612,7 +612,7 @@ class Later(StepFeature):
 def test_random_schedules_with_held_sequences(monkeypatch, name, async_scheduling):
     monkeypatch.setitem(FEATURES, "later", Feature(Later, {}))
     monkeypatch.setattr(awaiting, "MAX_WAIT_SECONDS", 0)
-    requests = random_requests(11, 24, max_n=3)
+    requests = random_requests(11, 18, max_n=3)
     simulation = HeldSimulation(requests, async_scheduling, **SETTINGS[name]).run()
     assert simulation.seen["held"] > 100 and not simulation.scheduler.held
 
@@ -1007,7 +1007,7 @@ def test_kept_grammars_take_little_memory(llm):
         return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
     sizes = []
-    for i in range(12):
+    for i in range(8):
         own = params("grammar", with_many_states(i, 40), max_tokens=16, temperature=1.5)
         llm.generate("Hi", own, use_tqdm=False)
         sizes.append(size())

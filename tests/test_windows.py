@@ -106,20 +106,21 @@ def spoil_free_blocks(llm):
     return llm
 
 
-def windowed_requests(number: int = 9) -> list[tuple[list[int], SamplingParams]]:
+def windowed_requests(number: int = 7) -> list[tuple[list[int], SamplingParams]]:
     """Some prompts are longer than the window, and some of them begin alike."""
     rng, requests = random.Random(1), make_requests(number)
     longer = [rng.randrange(5, 500) for _ in range(70)]
     return [(longer + prompt if i % 3 == 0 else prompt, params) for i, (prompt, params) in enumerate(requests)]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("name", WINDOWED, indirect=True)
 def test_other_ranks_and_drafters(make_windowed, folder, reference, name):
     """The layers of a draft model use the first table."""
     ranks = {"tensor_parallel_size": 2} | SCHEDULES["preemptions"]
     for settings in [ranks] + [drafting("draft_model", model=folder)] * (name == "gemma3-windows"):
         llm = make_windowed(**settings)
-        requests = windowed_requests(6)
+        requests = windowed_requests(4)
         outputs = llm.generate(*map(list, zip(*requests)), use_tqdm=False)
         assert_same_as_reference(reference, outputs)
         assert llm.config.num_window_tables > 0 and llm.stats()["blocks"]["used"] == 0
@@ -139,7 +140,7 @@ def test_same_as_transformers(make_windowed, name, reference, schedule, async_sc
     assert (llm.config.num_window_tables, [*llm.config.table_views]) == WINDOWED[name][1:]
     assert llm.config.cache_window == 23 and len(llm.model_runner.cache_groups) == 1
     assert isinstance(llm.scheduler.block_manager, WindowBlockManager)
-    requests = windowed_requests(5 if schedule == "one at a time" else 9)
+    requests = windowed_requests({"one at a time": 4, "preemptions": 9}.get(schedule, 7))
     outputs = [llm.generate(*map(list, zip(*requests)), use_tqdm=False) for _ in range(2)]
     assert_same_as_reference(reference, [*outputs[0], *outputs[1]])
     assert_same_as_reference(reference, generate_by_steps(llm, requests[::2]))
@@ -157,7 +158,7 @@ def test_same_as_transformers(make_windowed, name, reference, schedule, async_sc
 )
 def test_same_tokens_without_window_tables(make_windowed, monkeypatch, schedule, settings):
     prompts = [prompt for prompt, _ in windowed_requests()]
-    params = [SamplingParams(max_tokens=28, n=1 + i % 2, ignore_eos=True, seed=i) for i in range(len(prompts))]
+    params = [SamplingParams(max_tokens=16, n=1 + i % 2, ignore_eos=True, seed=i) for i in range(len(prompts))]
     settings = settings | SCHEDULES[schedule]
     llm = make_windowed(**settings)
     assert llm.config.num_window_tables > 0
@@ -172,7 +173,7 @@ def test_same_tokens_without_window_tables(make_windowed, monkeypatch, schedule,
 def test_beams(make_windowed, reference, async_scheduling):
     llm = make_windowed(num_kvcache_blocks=30, async_scheduling=async_scheduling)
     prompts = [prompt for prompt, _ in windowed_requests()[:4]]
-    outputs = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=30, ignore_eos=True))
+    outputs = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=20, ignore_eos=True))
     assert_likelihoods(reference, outputs)
     assert llm.stats()["blocks"]["used"] == 0
 

@@ -12,7 +12,7 @@ from nanovllm.utils.checks import check_choice
 if TYPE_CHECKING:
     from nanovllm.config import Config
 
-# "module:class" or a class, by the setting `attention_backend`, without "sdpa", which needs only PyTorch
+# a class or "module:class" for each value of `attention_backend`, except for "sdpa", which needs only PyTorch
 NAMES = sorted({module.name for module in iter_modules(__path__)} - {"base", "sdpa"})
 BACKENDS: dict[str, Any] = {name: f"{__name__}.{name}:{name.title()}Backend" for name in NAMES}
 
@@ -53,7 +53,7 @@ def resolve_backend(config: "Config", device: str) -> tuple[str, int]:
 
 
 def check_head_dim(head_dim: int, device: str, backend: str) -> None:
-    """Raise ValueError if Triton kernels run but can't have tiles of `head_dim` columns."""
+    """Raise ValueError if the engine uses Triton kernels that do not support `head_dim`."""
     runs_kernels = backend == "triton" or (device.startswith("cuda") and importlib.util.find_spec("triton") is not None)
     if runs_kernels and (head_dim < 16 or head_dim & (head_dim - 1)):
         raise ValueError(f"head_dim={head_dim} of the model: must be a power of two from 16 on, unless device='cpu'")

@@ -30,14 +30,14 @@ class AttentionBackend:
 
     @staticmethod
     def supports(spec: AttentionSpec) -> bool:
-        """Return whether `attend` can compute such a layer. If not, the next backend computes the whole model."""
+        """Return whether `attend` can compute this layer. If not, the next backend computes the whole model."""
         return not spec.is_special
 
     def set_head_shape(self, group: int, head_dim: int, dtype: torch.dtype) -> None:
         """Prepare for an attention layer with `group` query heads per key-value head, before any step."""
 
     def prepare_chunks(self, chunks: list[tuple[int, int]], first_row: int) -> dict[str, np.ndarray]:
-        """Return int32 arrays for `Context.backend_arrays`. Row `first_row` is the first of the chunks (start, end)."""
+        """Return int32 arrays for `Context.backend_arrays`. The first chunk (start, end) is row `first_row`."""
         return {}
 
     def array_shapes(self, num_tokens: int, num_chunks: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -55,7 +55,7 @@ class AttentionBackend:
 
 
 def backend_for(model: nn.Module, backend: AttentionBackend, device: str) -> AttentionBackend:
-    """Return `backend` or, if it does not support one of the model's layers, the next of triton and sdpa that does."""
+    """Return the first of `backend`, triton and sdpa that supports all of the model's layers."""
     specs = [layer.cache_spec() for layer in model.modules() if hasattr(layer, "cache_spec")]
     specs = [spec for spec in specs if isinstance(spec, AttentionSpec)]
     return backend if all(map(backend.supports, specs)) else _next_backend(specs, backend, device)

@@ -10,7 +10,7 @@ from nanovllm.cache.kv_cache import AttentionSpec
 
 
 class FlashBackend(AttentionBackend):
-    """Calls the flash-attn package (FlashAttention-2, arXiv:2307.08691), which `__init__` imports."""
+    """Calls the package flash-attn, which implements FlashAttention-2 (arXiv:2307.08691)."""
 
     package, install = "flash_attn", "pip install 'nano-vllm[flash]'"
     block_multiple = 256

@@ -99,7 +99,7 @@ def _attend_in_steps(q, k, v, mask, spec) -> torch.Tensor:
 
 
 def _plan(context: Context, window: int | None, block_size: int, dtype: torch.dtype) -> Iterator[_Group]:
-    """Yield the groups of a step in the order of its rows."""
+    """Yield the groups of a step in the order of the step's rows."""
     lengths, starts = context.context_lens.tolist(), []
     num_single = len(lengths)
     if context.is_prefill and context.max_seqlen_q > 1:  # beams compute one token each

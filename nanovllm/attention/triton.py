@@ -9,7 +9,7 @@ from nanovllm.attention.base import AttentionBackend
 
 
 class TritonBackend(AttentionBackend):
-    """Calls the paged kernels in `kernels/attention/`, imported on construction."""
+    """Calls the paged kernels in `kernels/attention/`, which the constructor imports."""
 
     package, install = "triton", "pip install triton"
     kv_cache_dtypes = ("auto", "fp8")
@@ -58,8 +58,8 @@ class TritonBackend(AttentionBackend):
 def query_tiles(chunks: list[tuple[int, int]], first_row: int, size: int) -> np.ndarray:
     """Return the query tiles of the prefill kernel's programs as [N, 2] int32: row, first new token.
 
-    A chunk is given by its positions (start, end) in the sequence, and a tile covers `size` tokens. Tiles with the most
-    keys come first.
+    `chunks` contains the positions (start, end) of each chunk in its sequence, and a tile covers `size` tokens. Tiles
+    with the most keys come first.
     """
     starts, ends = np.array(chunks, np.int64).T
     counts = -((starts - ends) // size)

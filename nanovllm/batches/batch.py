@@ -53,7 +53,7 @@ class BatchShape(NamedTuple):
 
     @property
     def graph_shape(self) -> tuple[int, ...]:
-        """The first group of fields, which selects a CUDA graph."""
+        """The fields before `num_sampled_seqs`, which select a CUDA graph."""
         return self[: self._fields.index("num_sampled_seqs")]
 
     @property
@@ -73,9 +73,9 @@ def _view(dims: Callable[[BatchShape], Dims], chunks_only: bool = False) -> Any:
 class Batch(Generic[Array]):
     """The int32 arrays of a step: NumPy arrays on the host, tensors on the device.
 
-    Fields with `chunks_only` are None in steps that only decode. For decode rows, the host fills the first three fields
-    after `buffer`, and the device fills the next five (see `place_decodes`). Views whose shapes follow from
-    `BatchShape.graph_shape` come first, because CUDA graphs read no other views.
+    Fields with `chunks_only` are None in steps that only decode. For decode rows, the host fills `req_indices` to
+    `new_window_blocks`, and the device fills `input_ids` to `window_tables` (see `place_decodes` and `place_windows`).
+    Views whose shapes follow from `BatchShape.graph_shape` come first, because CUDA graphs read no other views.
     """
 
     shape: BatchShape
@@ -93,7 +93,7 @@ class Batch(Generic[Array]):
     slot_mapping: Array = _view(lambda s: (s.num_tokens,))  # cache slot of a token's key and value; -1: do not store
     context_lens: Array = _view(lambda s: (s.num_seqs,))  # how many tokens to attend to, including this step's
     block_tables: Array = _view(lambda s: (s.num_seqs, s.max_blocks_per_seq))
-    # as `slot_mapping` and `block_tables`, for each window table; its part is aligned, too
+    # like `slot_mapping` and `block_tables`, for each window table; each table's part is aligned
     window_slots: Array = _view(lambda s: (s.num_window_tables, _aligned(s.num_tokens)))
     window_tables: Array = _view(lambda s: (s.num_window_tables, _aligned(s.num_seqs), s.max_blocks_per_seq))
 
@@ -114,7 +114,7 @@ class Batch(Generic[Array]):
 
     @property
     def new_req_indices(self) -> Array:
-        """The indices of new requests, which are the last part of `req_indices`."""
+        """The request indices of new requests, which are the last elements of `req_indices`."""
         end = self.shape.num_sampled_seqs
         return self.req_indices[end - self.shape.num_new_requests : end]
 
@@ -142,7 +142,7 @@ BATCH, BACKEND = "the batch itself", "the attention backend"  # owners of arrays
 
 @lru_cache(maxsize=1024)
 def _layout(shape: BatchShape) -> tuple[list[tuple[str, list[tuple[str, int, int, Dims]]]], int]:
-    """Return (name, begin, end, dimensions) of each owner's views, and the buffer's size. All numbers count words."""
+    """Return each owner's views as (name, begin, end, dimensions), and the buffer's size. Numbers count words."""
     views_used = [view for view in VIEWS if shape.has_chunks or not view.metadata["chunks_only"]]
     batch_shapes = [(view.name, view.metadata["dims"](shape)) for view in views_used]
     layout, begin = [], 0
@@ -186,8 +186,8 @@ def prepare_batch(
 ) -> HostBatch:
     """Fill a step's batch, including the arrays of the backend and of features. `host_buffer` returns the memory.
 
-    If `shape` is larger than the step, empty sequences pad the batch. Padding stores nothing, and its samples are
-    dropped. The backend's arrays are padded with -1. The backend's arrays are padded with -1.
+    If `shape` is larger than the step, empty sequences pad the batch. Padding stores nothing, and its sampled tokens
+    are dropped. The backend's arrays are padded with -1.
     """
     new = step.new_seqs
     shape = shape._replace(

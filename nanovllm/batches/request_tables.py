@@ -1,7 +1,7 @@
 """Defines the device's tables of running requests, which each step reads and updates.
 
-With drafts, the host learns later how many tokens a step adds to a sequence. So the device computes the positions and
-slots of the next step.
+With drafts, the host learns later how many tokens a step adds to a sequence. So the device, not the host, computes the
+positions and slots of the next step.
 """
 
 from typing import Any, NamedTuple
@@ -74,8 +74,8 @@ def accept(
 ) -> torch.Tensor | None:
     """Make each sampled token the next input of its sequence, and increase the sequence's length.
 
-    `req_indices` is [S], and `positions` and `token_ids` are [S * k]. With drafts (k > 1), return the number of tokens
-    that each sequence gets, [S] int32: its accepted drafts plus one.
+    `req_indices` is [S], and `positions` and `token_ids` are [S * k]. With drafts (k > 1), return how many tokens each
+    sequence gets, which is one more than its accepted drafts: [S] int32.
     """
     if len(token_ids) > len(req_indices):
         from nanovllm.spec_decode.rows import accept_drafts
@@ -88,5 +88,5 @@ def accept(
 
 
 def arrays(*tensors: torch.Tensor) -> list[Any]:
-    """Return NumPy views of CPU tensors. The views have the operators of tensors, but are much faster on a CPU."""
+    """Return NumPy views of CPU tensors. NumPy's operators do the same as PyTorch's, but much faster on a CPU."""
     return [x.numpy() if x.is_cpu else x for x in tensors]

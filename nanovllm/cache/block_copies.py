@@ -7,9 +7,9 @@ import torch
 
 
 def block_parts(token_ids: torch.Tensor, caches: dict[Any, list[torch.Tensor]], block_id: int) -> list[torch.Tensor]:
-    """Return views of all that the cache stores of a block, with the arguments of `copy_blocks`.
+    """Return views of everything that the cache stores for a block. `copy_blocks` explains the arguments.
 
-    These are the token ids, and tensors [*, layers, *] of each group of layers.
+    The views are the block's token ids, and tensors [*, layers, *] of each group of layers.
     """
     tensors = [tensor for spec, found in caches.items() if not spec.of_states for tensor in found]
     return [token_ids[block_id], *(tensor[:, :, block_id] for tensor in tensors)]
@@ -17,7 +17,7 @@ def block_parts(token_ids: torch.Tensor, caches: dict[Any, list[torch.Tensor]], 
 
 @torch.inference_mode()
 def copy_blocks(copies: np.ndarray, token_ids: torch.Tensor, caches: dict[Any, list[torch.Tensor]]) -> None:
-    """Copy cache blocks (with their token ids) and states.
+    """Copy cache blocks, the token ids of these blocks, and states.
 
     copies: sources and targets, as [2, C] int32. Ids from the number of blocks on denote states.
     token_ids: [blocks, block_size] int32.

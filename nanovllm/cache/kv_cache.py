@@ -13,10 +13,10 @@ SPAN_SIZE = 16  # tokens that `gather` copies as one row; every `kvcache_block_s
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What an attention layer stores and computes. Backends and kernels read it as `cache.spec`.
+    """Describes what an attention layer stores and computes. Backends and kernels read the description as `cache.spec`.
 
     The layer stores a key and a value per token and head, in blocks. cache/state.py explains specs, and lists the other
-    specs. Specs that differ only in their sinks are equal, because such layers store the same.
+    specs. Specs that differ only in their sinks are equal, because such layers store the same data.
     """
 
     num_kv_heads: int = 0
@@ -54,7 +54,7 @@ class KVCache:
     spec = AttentionSpec()
 
     def __init__(self, data: torch.Tensor):
-        """`data` is the layer's part of the tensor of its group: [2, blocks, block_size, kv_heads, head_dim]."""
+        """`data` is the layer's part of the group's tensor: [2, blocks, block_size, kv_heads, head_dim]."""
         self.k, self.v = data
 
     @staticmethod

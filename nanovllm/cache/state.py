@@ -1,4 +1,4 @@
-"""The memory of layers between steps: keys and values, or a state (fixed-size tensors per sequence).
+"""The memory of layers between steps: keys and values, or a state, which consists of fixed-size tensors per sequence.
 
 A layer with a method `cache_spec()` gets its part of the engine's memory as `layer.cache`. Layers with equal specs form
 a group, which the ModelRunner allocates together. A spec is an `AttentionSpec` (cache/kv_cache.py), a `PagedHidden`
@@ -11,7 +11,7 @@ a group, which the ModelRunner allocates together. A spec is an `AttentionSpec` 
 
 | what happens to a sequence | keys and values in blocks | a state (engine/state_blocks.py) |
 | --- | --- | --- |
-| prefix hit | it shares the blocks that are found | only up to a snapshot, which its first chunk reads |
+| prefix hit | it shares the blocks that are found | it shares blocks up to a snapshot, which its first chunk reads |
 | fork | it shares full blocks, and copies the last one | it copies the state |
 | preemption | its blocks are freed; the full ones can be found again | its state is lost; a snapshot can be found |
 | drafts | wrong ones are overwritten | the next step adds the accepted ones |
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from nanovllm.config import Config
     from nanovllm.engine.model_runner import ModelRunner
 
-NUM_FIXED = 2  # one row for padding and one of zeros, after the rows of sequences and before those of snapshots
+NUM_FIXED = 2  # a row for padding and a row of zeros, between the rows of sequences and the rows of snapshots
 
 
 class KeptDrafts(NamedTuple):
@@ -43,8 +43,8 @@ class State:
     """The states of one layer. Each tensor in `tensors` has shape [rows, *shape].
 
     The state of a running sequence is in the row of its request index. For the i-th sequence of a step, a layer reads
-    the initial state from row `Context.state_rows[0, i]`, which may be a snapshot or zeros. It writes the final state
-    to row `Context.state_rows[1, i]`. Padding has a separate row.
+    the initial state from row `Context.state_rows[0, i]`, which may be a snapshot or zeros. The layer writes the final
+    state to row `Context.state_rows[1, i]`. Padding has a separate row.
 
     `kept_drafts` is None without `speculative_config`.
     """
@@ -64,7 +64,7 @@ class StateSpec(NamedTuple):
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
-    draft_size: int = 0  # numbers per draft that a layer stores, in the first dtype; 0: it does not support drafts
+    draft_size: int = 0  # numbers stored per draft, in the first dtype; 0: the layer does not support drafts
     of_states = True
 
     def tensors(self, num_layers: int, num_blocks: int, config: "Config") -> tuple[torch.Tensor, ...]:
@@ -83,7 +83,8 @@ def fit_states(runner: "ModelRunner") -> None:
 
     Each of `max_num_seqs` sequences needs a state and, with the prefix cache, another one for a snapshot. If
     `num_kvcache_blocks` is set, states take as much memory as they need, otherwise at most half of the cache's memory.
-    If not all states fit, sequences get at most three quarters of those that fit, and `max_num_seqs` is lowered.
+    If not all states fit, `max_num_seqs` is lowered. With the prefix cache, sequences then get at most three quarters
+    of the states that fit.
     """
     config, has_snapshots = runner.config, runner.config.enable_prefix_caching
     num_seqs, num_states = config.max_num_seqs, config.max_num_seqs * (1 + has_snapshots)

@@ -1,4 +1,4 @@
-"""Block tables for layers with a window, whose old blocks can then be freed.
+"""Separate block tables for layers with a window, so that blocks behind the window can be freed.
 
 If only some layers have a window, the layers are divided into tables. Table 0 contains the layers without a window. A
 block stores the keys and values of one table's layers, so any table can use any block. If the layers with a window
@@ -25,9 +25,9 @@ Shape = tuple[int, int]  # kv_heads, head_dim
 
 
 class TableView(NamedTuple):
-    """How a layer sees a block table of a sequence. The layer's cache has `factor` blocks in each block of the table.
+    """How a layer sees a block table. The layer's cache divides each block of the table into `factor` blocks.
 
-    The layer uses one of them, so its ids are `factor * id + offset`.
+    The layer uses one of them: block `id` of the table is block `factor * id + offset` of the layer's cache.
     """
 
     table: int  # an index in the sequence's columns, or -1 for `block_table`
@@ -39,7 +39,7 @@ class TableView(NamedTuple):
 class DividedSpec(AttentionSpec):
     """The spec of layers that are divided among block tables. Layers of different tables share memory.
 
-    `num_kv_heads` and `head_dim` are from the layers that store more.
+    `num_kv_heads` and `head_dim` have the values of the layers that store more bytes.
     """
 
     layers_per_block: int = 0  # with these numbers of heads
@@ -54,11 +54,12 @@ class DividedSpec(AttentionSpec):
 
 
 def divide_layers(runner: "ModelRunner") -> None:
-    """Give layers with a window tables of their own, if the longest sequence then needs fewer bytes.
+    """Give layers with a window separate tables, if the longest sequence then needs fewer bytes.
 
-    All layers with a window must store keys and values of one shape, and all others, too. The larger of both shapes
-    must be a multiple of the smaller. The runner's model must be loaded. Sets `Config.num_window_tables`,
-    `Config.cache_window`, `Config.table_views` and each layer's `table`, and merges the runner's `cache_groups`.
+    All layers with a window must store keys and values of one shape. All other layers must also share one shape. The
+    larger shape must be a multiple of the smaller shape. The runner's model must be loaded. Sets
+    `Config.num_window_tables`, `Config.cache_window`, `Config.table_views` and each layer's `table`, and merges the
+    runner's `cache_groups`.
     """
     config, groups = runner.config, runner.cache_groups
     windows = {spec: layers for spec, layers in groups.items() if getattr(spec, "window", None) is not None}
@@ -128,7 +129,7 @@ def set_window_contexts(rows: Iterable[Any], config: "Config", int_tensor: Any) 
 
 
 def place_windows(tables: Any, batch: Any, block_size: int) -> None:
-    """Fill in the window tables and slots of a batch's decode rows, after `place_decodes`.
+    """After `place_decodes`, fill in the window tables and window slots of a batch's decode rows.
 
     `tables` is a `RequestTables`, and `batch` a `Batch`, both on the device. The host has filled in the chunks. CUDA
     graphs contain this function, so it never waits for the device.

@@ -11,7 +11,7 @@ SHORT = {"-tp": "tensor-parallel-size", "-dp": "data-parallel-size", "-pp": "pip
 SHORT |= {"-q": "quantization", "-ep": "enable-expert-parallel", "-O": "optimization-level"}
 # flags of vLLM's server, and the values (or types of values) that change nothing here
 ACCEPTED: dict[str, tuple] = {
-    # these flags concern log output, or what this server always does
+    # these flags concern log output, or ask for something that this server always does
     "disable_fastapi_docs disable_frontend_multiprocessing disable_uvicorn_access_log enable_auto_tool_choice": (bool,),
     "enable_log_deltas enable_log_outputs enable_prompt_tokens_details enable_reasoning": (bool,),
     "enable_server_load_tracking exclude_tools_when_tool_choice_none log_error_stack": (bool,),
@@ -29,8 +29,8 @@ SERVER_FLAGS = {name: accepted for names, accepted in ACCEPTED.items() for name 
 def translate_flags(arguments: Iterable[str], known: Container[str]) -> tuple[list[str], dict[str, Any]]:
     """Split a command line into the arguments for our parser and the settings of vLLM's engine.
 
-    `known` contains the names of our flags, which go to our parser. Unknown flags also go to our parser, which reports
-    them. Raises ValueError for an unsupported value of a flag of vLLM's server.
+    Our flags, whose names are in `known`, go to our parser. Unknown flags also go to our parser, which reports them.
+    Raises ValueError for an unsupported value of a flag of vLLM's server.
     """
     remaining, own_arguments, model, settings = [*arguments], list[str](), list[str](), dict[str, Any]()
     while remaining:

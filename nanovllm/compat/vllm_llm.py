@@ -121,9 +121,9 @@ class LLM(PoolingCalls):
     ) -> list[RequestOutput]:
         """Return the complete answers. Raises the same errors as our `generate`.
 
-        use_tqdm: whether to show our progress bar. A function (vLLM would call it to make the bar) counts as True.
-        tokenization_kwargs: may contain `add_special_tokens` and `truncate_prompt_tokens` (how many of a prompt's last
-            tokens to keep).
+        use_tqdm: whether to show our progress bar. A function, which vLLM would call to make the bar, counts as True.
+        tokenization_kwargs: may contain `add_special_tokens` and `truncate_prompt_tokens`, the number of last tokens of
+            a prompt to keep.
         """
         select("argument", unused, (), UNUSED)
         prompts = [self._prompt(prompt, **tokenization_kwargs or {}) for prompt in as_prompts(prompts)]

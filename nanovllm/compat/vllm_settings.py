@@ -131,7 +131,7 @@ def translate(settings: dict[str, Any], known: Collection[str]) -> dict[str, Any
     """Translate settings to the names in `known`. The given names may be vLLM's.
 
     Raises ValueError for an unsupported value of a vLLM setting. Raises TypeError for an unknown name, and for a
-    setting that is given under both of its names.
+    setting that is given under both vLLM's name and ours.
     """
     renamed: dict[str, Any] = {}
     for given, value in settings.items():

@@ -1,6 +1,6 @@
 """Frees GPU memory, and allocates it again at the same addresses, through CUDA's virtual memory management.
 
-So CUDA graphs that use this memory stay valid. Nothing may use the memory while it is freed.
+The addresses stay the same so that CUDA graphs stay valid. Nothing may use the memory while it is freed.
 """
 
 import ctypes

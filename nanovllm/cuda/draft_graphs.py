@@ -17,7 +17,7 @@ ROWS = 16, 64, 256, 1024, 2048
 class DraftGraphs:
     """CUDA graphs of a drafter, one per size in `capture_sizes` up to the largest batch that may draft.
 
-    Each graph computes the missing rows of the drafter, then all drafts of a step. A graph writes the drafts to
+    Each graph computes the rows that the drafter lacks, and then all drafts of a step. A graph writes the drafts to
     RequestTables, where the graph of the step reads them. More graphs, one per size in ROWS, compute rows of prompts,
     so that the drafter catches up with the model.
     """

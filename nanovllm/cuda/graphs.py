@@ -19,8 +19,8 @@ from nanovllm.utils.double_buffer import DoubleBuffer
 def capture_sizes(max_num_seqs: int, fills_tiles: bool) -> list[int]:
     """Return the batch sizes to capture, in ascending order up to `max_num_seqs`. Small sizes are closer together.
 
-    With `fills_tiles`, all sizes above 64 except the last fill whole tiles of our GEMM kernels, because partial tiles
-    are slow.
+    Partial tiles of our GEMM kernels are slow. With `fills_tiles`, all sizes above 64, except the last, fill whole
+    tiles.
     """
     sizes = [1, 2, 4, 8, *range(16, 256, 16), *range(256, max_num_seqs, 32)]
     if fills_tiles:
@@ -51,7 +51,7 @@ def max_seqs_of(config: Config, tokens_per_row: int) -> int:
 
 
 def decode_shapes(config: Config) -> list[BatchShape]:
-    """Return the shapes of decode steps to capture. With drafts, some have several tokens per row."""
+    """Return the shapes of decode steps to capture. With drafts, some shapes have several tokens per row."""
     return [
         decode_shape(size, config.max_blocks_per_seq, k, len(config.table_views))
         for k in sorted({1, config.tokens_per_row})
@@ -116,7 +116,7 @@ class DecodeGraphs:
         return next(filter(fits, self.shapes), None)
 
     def replay(self, shape: BatchShape) -> tuple[torch.Tensor, ForwardOutput]:
-        """Run the batch in the current host buffer. Return its results in host memory, and its output on the device.
+        """Run the batch in the current host buffer. Return the results in host memory, and the output on the device.
 
         The results are valid until the second replay after this replay begins.
         """
@@ -138,8 +138,8 @@ TOKEN_SIZES = (16, 32, 64, *range(128, 2048, 128), *range(2048, 4096, 512), *ran
 def graph_shapes(config: Config, backend: AttentionBackend) -> list[BatchShape]:
     """Return the shapes to capture for steps with prefill chunks. A step uses the first shape into which it fits.
 
-    In these short steps, launching kernels would take longer than running them. Before `max_num_mixed_tokens` is known,
-    return all shapes that might be captured. With drafts, there are more shapes, with several tokens per row.
+    Only short steps are captured, because launching their kernels takes longer than running them. Before
+    `max_num_mixed_tokens` is known, return all shapes that might be captured. With drafts, there are more shapes.
     """
     largest = min(config.max_num_mixed_tokens or TOKEN_SIZES[-1], config.max_num_batched_tokens, TOKEN_SIZES[-1])
     sizes = [*(size for size in TOKEN_SIZES if size < largest), largest]
@@ -170,8 +170,8 @@ class MixedGraphs:
     """CUDA graphs of steps with prefill chunks.
 
     One graph per `graph_shape` runs the model, and one graph per number of rows runs the sampler. A joint graph would
-    compute logits for all tokens of a chunk. `replay` first writes the sampling parameters of new requests and the
-    arrays of features, because their sizes differ from step to step.
+    compute logits for all tokens of a chunk. The sizes of new requests' sampling parameters and of features' arrays
+    differ from step to step, so `replay` writes them before the graphs run.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ def threads_in_turn() -> Iterator[None]:
 
 
 def hash_compiler() -> None:
-    """Let Triton hash its own files (400 MB), because the keys of its cache depend on the hash."""
+    """Make Triton hash its own files (400 MB) in advance. The keys of Triton's cache depend on the hash."""
     with suppress(ImportError):  # no Triton, or an old version, which hashes for the first kernel
         from triton.runtime.cache import triton_key
 
@@ -73,7 +73,7 @@ def memory_left(runner: "CUDAModelRunner", memory_before: int) -> int:
     config = runner.config
     peak = peak_of_largest_step(runner)
     free, total = torch.cuda.mem_get_info(runner.device)
-    uncounted = runner.tp.num_bytes + sum(arena.num_bytes for arena in runner.sleepers.values())  # not by PyTorch
+    uncounted = runner.tp.num_bytes + sum(arena.num_bytes for arena in runner.sleepers.values())  # not in `peak`
     ours = int(total * config.gpu_memory_utilization) - (peak - memory_before) - uncounted
     # other processes may use some of the device's memory
     left = free - (peak - torch.cuda.memory_allocated(runner.device)) - RESERVE_BYTES
@@ -141,9 +141,9 @@ def milliseconds_per_token(runner: "CUDAModelRunner") -> float:
 def compile_kernels(runner: "CUDAModelRunner") -> None:
     """Compile the kernels of the captured steps and of the longest step in parallel. No kernel runs.
 
-    Without this, each kernel would be compiled at its first launch. A step may need other kernels when its number of
-    tokens, or this number minus 128, passes a power of two. Kernels that are not compiled here are compiled at their
-    first launch.
+    Otherwise, Triton would compile each kernel at the kernel's first launch. A step may need other kernels when its
+    number of tokens, or this number minus 128, passes a power of two. Kernels that are not compiled here are compiled
+    at their first launch.
     """
     from nanovllm.kernels.launch.dependent_launch import compile_only
 
@@ -241,14 +241,14 @@ def first_layers_of_each_kind(layers: nn.ModuleList) -> nn.ModuleList:
 
 
 def warm_up_kernels(runner: "CUDAModelRunner") -> None:
-    """Compile and load the kernels of short prefills, so that the first requests do not wait for them."""
+    """Compile and load the kernels of short prefills, so that the first requests do not wait for compilation."""
     for length in warm_up_lengths(runner.config):
         runner.run(dummy_prefill(1, length, runner.config.kvcache_block_size, runner.config.tokens_per_row)).wait()
 
 
 @torch.inference_mode()
 def catch_up_drafter(runner: "CUDAModelRunner", num_seqs: int, length: int) -> None:
-    """If there is a drafter, compute its first `length` rows for each of the first `num_seqs` requests."""
+    """If there is a drafter, compute the drafter's first `length` rows for each of the first `num_seqs` requests."""
     if (drafter := runner.features["spec_decode"].drafter) is not None:
         req_indices = torch.arange(num_seqs, device=runner.device)
         drafter.compute_chunks(req_indices, 0 * req_indices, 0 * req_indices + length)

@@ -1,10 +1,10 @@
 """Draft tokens in a layer with the gated delta rule.
 
-A state can't be rolled back, so unverified drafts never update it. The first token of a sequence in a step is certain.
-The state after this token is stored, and the drafts are computed from this state. For each draft, the layer stores the
-inputs instead of a state, because they need about a hundredth of the memory. The next step computes the accepted drafts
-again to update the state. This definition is meant for a CPU, because it reads the number of accepted drafts on the
-host.
+A state can't be rolled back, so unverified drafts never update it. In each step, the first token of a sequence is
+certain, because it is not a draft. The state after this token is stored, and the drafts are computed from this state.
+For each draft, the layer stores the draft's inputs instead of a state. The inputs need about a hundredth of a state's
+memory. The next step computes the accepted drafts again to update the state. This definition is meant for a CPU,
+because the host reads the number of accepted drafts.
 """
 
 from typing import Any
@@ -25,11 +25,11 @@ from nanovllm.kernels import operation
 
 @operation
 def delta_net_drafts(qkvz, ba, layer: GatedDeltaNet, states: State, rows, context_lens, out, count=None) -> None:
-    """Compute `delta_net_step` for a token and k - 1 drafts of each of B sequences. The states are in `rows` [B].
+    """Compute `delta_net_step` for a token and k - 1 drafts of each of B sequences.
 
     qkvz [B * k, channels + heads * value_dim]; ba [B * k, 2 heads]; out [B * k, heads * value_dim]
-    context_lens [B * k]: the position of each token plus 1. If the value does not grow, the token is a copy of the
-        previous token.
+    context_lens [B * k]: the position of each token plus 1. If a token's value is not larger than the previous token's
+        value, the token is a copy of the previous token.
     count [1] int32: if given, how many of the B * k tokens are not padding
     """
     assert states.kept_drafts is not None
@@ -46,7 +46,7 @@ def delta_net_drafts(qkvz, ba, layer: GatedDeltaNet, states: State, rows, contex
     inputs[rows, :num_drafts] = drafts = torch.cat((qkv, ba[:, 1:]), 2)
     _, read, _ = _advance(drafts, layer, states, rows)
     out[:, 1:] = gated_norm(read.flatten(0, 1), z.flatten(0, 1), layer).unflatten(0, z.shape[:2])
-    # copies need the same outputs, because their keys and values go to the same slots
+    # a copy needs the output of its original, because both write their keys and values to the same slot
     out.copy_(out[torch.arange(len(rows), device=rows.device)[:, None], lengths - lengths[:, :1]])
 
 
@@ -61,14 +61,14 @@ def _replay(layer: GatedDeltaNet, states: State, rows: torch.Tensor, counts: tor
     is_wrong = (torch.arange(inputs.shape[1], device=rows.device) >= counts)[:, :, None]
     qkv, gates = inputs.split((windows.shape[2], inputs.shape[2] - windows.shape[2]), 2)
     qkv.masked_fill_(is_wrong, 0)
-    gates.masked_fill_(is_wrong, -torch.inf)  # then the token neither decays nor corrects the matrix
+    gates.masked_fill_(is_wrong, -torch.inf)  # so that the token neither decays nor corrects the matrix
     seen, _, matrices[rows] = _advance(inputs, layer, states, rows)
     last = counts + torch.arange(windows.shape[1], device=rows.device)
     windows[rows] = seen[torch.arange(len(rows), device=rows.device)[:, None], last]
 
 
 def _advance(inputs: torch.Tensor, layer: GatedDeltaNet, states: State, rows: torch.Tensor) -> tuple[Any, ...]:
-    """Compute `inputs` [B, T, channels + 2 heads]: T tokens of B sequences, starting from the states in `rows` [B].
+    """Process `inputs` [B, T, channels + 2 heads], T tokens of B sequences, starting from the states in `rows` [B].
 
     Return the inputs of the convolution [B, conv_size - 1 + T, channels], the outputs [B, T, heads, value_dim], and the
     matrices after the last token.

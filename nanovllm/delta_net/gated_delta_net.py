@@ -1,8 +1,8 @@
 """The gated delta rule: a layer with a fixed-size state instead of attention (Yang et al. 2024, arXiv:2412.06464).
 
-Each head stores an associative memory: a matrix S [value_dim, key_dim]. For each token, S first decays. Then the value
-that S returns for the token's key moves towards the token's value, by the fraction beta. Finally, S is multiplied by
-the token's query:
+Each head stores an associative memory: a matrix S [value_dim, key_dim]. For each token, S first decays. Then S changes
+so that S k, the value that S returns for the token's key, moves towards the token's value by the fraction beta.
+Finally, S is multiplied by the token's query:
 
     S = exp(log_decay) S;  S = S + beta (v - S k) k^T;  out = S q
 
@@ -51,7 +51,7 @@ class DeltaHeads(NamedTuple):
 
 
 def delta_rule_step(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, torch.Tensor]:
-    """Process one token in float32, by the definition. Return the output [..., value_dim] and the new state.
+    """Process one token in float32, by this module's equations. Return the output [..., value_dim] and the new state.
 
     q and k are [..., key_dim], v is [..., value_dim], `log_decay` and `beta` are [...], and `state` is [..., value_dim,
     key_dim]. The new state has the dtype of `state`.
@@ -88,7 +88,7 @@ def chunk_delta_rule(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, tor
         decay = log_decay.cumsum(1)  # log of the decay since the chunk began
         between = (decay[:, :, None] - decay[:, None]).tril().exp().tril()  # [heads, C, C]: decay since each token
         from_start, to_end = decay.exp()[..., None], (decay[:, -1:] - decay).exp()[..., None]
-        # each token's correction depends on the corrections before it: a triangular system
+        # each token's correction depends on the corrections of earlier tokens: a triangular system
         overlap = beta[..., None] * (k @ k.mT) * between
         wanted = beta[..., None] * (v - from_start * (k @ state.mT))
         errors = torch.linalg.solve_triangular(overlap, wanted, upper=False, unitriangular=True)
@@ -104,7 +104,7 @@ class GatedDeltaNet(nn.Module):
     `matrices` [rows, heads, value_dim, key_dim].
     """
 
-    l2_eps = 1e-6  # of the norms of queries and keys
+    l2_eps = 1e-6  # for the L2 norms of queries and keys
 
     def __init__(
         self,
@@ -116,8 +116,8 @@ class GatedDeltaNet(nn.Module):
     ):
         """Create the layer.
 
-        `weights` is (argument for q, k, v and z; argument for b and a): see the `weights` of
-        ScatteredColumnParallelLinear. `state_dtype` is the dtype of the stored matrices.
+        `weights` contains the argument `weights` of two ScatteredColumnParallelLinear layers: the first layer computes
+        q, k, v and z, and the second layer computes b and a. `state_dtype` is the dtype of the stored matrices.
         """
         super().__init__()
         tp = get_construction().tp
@@ -138,7 +138,7 @@ class GatedDeltaNet(nn.Module):
     def captures_chunks(self) -> bool:
         """Whether CUDA graphs can contain chunks.
 
-        Kernels allow this, but the definition reads lengths on the host.
+        CUDA graphs can contain the kernels, but not the definition, because the definition reads lengths on the host.
         """
         return "delta_net_chunks" in ops_for(self.A_log.device)
 
@@ -204,9 +204,9 @@ def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -
 def delta_net_chunks(qkvz, ba, layer: Any, states: State, state_rows, starts, num_seqs: int, out, count=None) -> None:
     """Compute `delta_net_step` for each token in the chunks of B sequences.
 
-    Rows of `out` after the last token become 0. Sequence i has the tokens from `starts[i]` to `starts[i + 1]`. Its
-    state is read from row `state_rows[0, i]`, and written to row `state_rows[1, i]`. If given, `count` [1] int32 is the
-    number of decode rows, which are skipped: they are first in `starts` and `state_rows`.
+    Rows of `out` after the last token become 0. Sequence i has the tokens from `starts[i]` to `starts[i + 1]`. The
+    state of sequence i is read from row `state_rows[0, i]`, and written to row `state_rows[1, i]`. If given, `count`
+    [1] int32 is the number of decode rows, which are skipped: they are first in `starts` and `state_rows`.
     """
     windows, matrices = states.tensors
     qkv, z = qkvz.split((windows.shape[2], layer.heads.sizes[2]), 1)

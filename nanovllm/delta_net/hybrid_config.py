@@ -22,11 +22,11 @@ class HybridConfig:
     num_layers: int
     shared_size: int  # inner size of the shared expert; 0: there is none
     is_nested: bool  # whether the decoder's weights are under `model.language_model` in the checkpoint
-    unused_parts: tuple[str, ...]  # of the checkpoint, except for a vision tower in use; for the log
+    unused_parts: tuple[str, ...]  # parts of the checkpoint that the engine does not use, for the log
     state_dtype: str = "float32"  # of the stored matrices
 
     def more_weights(self, queries: int, keys: int) -> float:
-        """Return how many weights an average layer has in addition to attention and experts, per input element."""
+        """Return the weights of an average layer beyond plain attention and experts, divided by the hidden size."""
         state_inputs, fraction = sum(self.heads.sizes), len(self.attention_layers) / self.num_layers
         values = self.heads.sizes[2]
         state = state_inputs + 2 * values + 2 * self.heads.num_values - 2 * (queries + keys)

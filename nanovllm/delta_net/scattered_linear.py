@@ -14,7 +14,7 @@ class RowRanges(NamedTuple):
 
     shape: tuple[int, ...]  # of the whole weight of the checkpoint
     ranges: tuple[range, ...]
-    first_row: int = 0  # in the rank's own weight
+    first_row: int = 0  # of these ranges in the rank's weight
 
     @property
     def parts(self) -> list[Shard]:
@@ -34,7 +34,7 @@ class RowRanges(NamedTuple):
 class ScatteredColumnParallelLinear(LinearBase):
     """A column-parallel layer that joins several ranges of rows from each weight of the checkpoint.
 
-    `weights` contains a pair for each weight: its number of rows, and the row ranges of this rank.
+    `weights` contains a pair for each weight: (number of rows, row ranges of this rank).
     """
 
     def __init__(self, input_size: int, weights: Iterable[tuple[int, tuple[range, ...]]]):
@@ -51,10 +51,10 @@ class ScatteredColumnParallelLinear(LinearBase):
 
 
 class GatedQKVParallelLinear(QKVParallelLinear):
-    """A projection to gates, queries, keys and values, where each of `num_heads` heads has a query and a gate.
+    """A projection to gates, queries, keys and values. Each of `num_heads` heads has a query and a gate.
 
-    A checkpoint stores the gate of each head after its query. The result contains the gates of all heads, then the
-    queries, keys and values.
+    A checkpoint stores the gate of each head after the head's query. The result contains the gates of all heads, then
+    the queries, keys and values.
     """
 
     def __init__(self, hidden_size: int, head_size: int, num_heads: int, num_kv_heads: int, bias: bool = False):

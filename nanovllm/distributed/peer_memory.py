@@ -12,7 +12,7 @@ from nanovllm.utils.cuda_driver import DeviceBytes, call_driver
 from nanovllm.utils.double_buffer import DoubleBuffer
 from nanovllm.utils.partial_sum import Compute, PartialSum
 
-MAX_PROGRAMS = 512  # of a kernel that waits for the other ranks
+MAX_PROGRAMS = 512  # the maximum number of programs of a kernel that waits for other ranks
 MAX_KEYS = 65536
 KEYS = 2  # the index of the barrier for keys; barriers 0 and 1 belong to the two buffers for sums
 
@@ -44,9 +44,10 @@ class PeerMemory:
 
     One kernel writes the rank's summands to a buffer. The next kernel waits for the other ranks and reads all summands.
     The two buffers alternate within a forward pass, so a fast rank never overwrites what another rank still reads.
-    Before a rank writes to a buffer again, it passes the barrier of the other buffer. The other ranks reach that
-    barrier only after they have read the first buffer. Every forward pass ends with an exchange of keys, which has a
-    separate buffer and barrier. So every forward pass begins with the first buffer for sums.
+    Before a rank writes to buffer A again, it passes the barrier of buffer B. The other ranks reach the barrier of
+    buffer B only after they have read buffer A. Every forward pass ends with an exchange of keys, which has a separate
+    buffer and barrier. After this exchange, no rank still reads a sum, so every forward pass can begin with the first
+    buffer for sums.
 
     CUDA IPC handles share the memory, without NVLink multicast.
     """
@@ -74,7 +75,7 @@ class PeerMemory:
             self.aborted = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
 
     def next_sum(self, split_k: int, num_rows: int, width: int, dtype: torch.dtype) -> PeerAllReduce:
-        """Return a sum [num_rows, width]. The caller must write its `parts` [split_k, num_rows, width]."""
+        """Return a sum [num_rows, width]. The caller must write the sum's `parts` [split_k, num_rows, width]."""
         index = self._sum_buffers.advance()
         offset = self.sums_offset + index * self.capacity
         num_bytes = split_k * num_rows * width * dtype.itemsize
@@ -103,7 +104,7 @@ class PeerMemory:
 
 
 class PeerTensorParallel(Ranks):
-    """Ranks on GPUs that read each other's memory. The kernel that reads a sum also computes it."""
+    """Ranks on GPUs that read each other's memory. The kernel that reads a sum also computes the sum."""
 
     def __init__(self, peers: PeerMemory):
         super().__init__(peers.rank, peers.size)
@@ -128,7 +129,7 @@ class PeerTensorParallel(Ranks):
     def gather(
         self, compute: Compute, num_rows: int, width: int, dtype: torch.dtype, params: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the results of `compute` of all ranks, side by side: [num_rows, ranks * width].
+        """Return the results of `compute` on all ranks, next to each other: [num_rows, ranks * width].
 
         If sampling `params` are given, rows without filters may lack the other ranks' columns.
         """

@@ -15,17 +15,17 @@ import numpy as np
 from nanovllm.batches.batch import BatchShape
 
 NUM_BUFFERS = 2  # one is read while the other is written
-HEADER = 512  # words: the number of bytes of the pickled shape, then the pickled shape
+HEADER = 512  # words for the size of the pickled shape in bytes, followed by the pickled shape
 
 
 class StepChannel:
     """Rank 0's end of the channel.
 
     A buffer is an int32 array: a batch's pickled shape, then the batch. Each reader has two semaphores. `free` counts
-    the buffers that the reader has read, and `filled` counts the buffers that it must still read.
-    So no buffer is overwritten too early, and readers sleep while there is nothing to read. Rank 0 can always raise a
-    semaphore, even if a reader was killed. The memory (an unnamed file) and the semaphores (eventfds) are inherited, so
-    no named object can outlive the processes.
+    the buffers that the reader has read, and `filled` counts the buffers that the reader must still read. So no buffer
+    is overwritten too early, and readers sleep while there is nothing to read. Rank 0 can always raise a semaphore,
+    even if a reader was killed. The memory (an unnamed file) and the semaphores (eventfds) are inherited, so no named
+    object can outlive the processes.
     """
 
     def __init__(self, capacity: int, num_readers: int):
@@ -82,7 +82,7 @@ class StepReader:
 
     @contextmanager
     def receive(self) -> Iterator[tuple[Any, np.ndarray]]:
-        """Open a context with the next message: (shape, words up to the end of the buffer)."""
+        """Open a context with the next message (shape, words up to the end of the buffer), then free the buffer."""
         os.eventfd_read(self._filled)
         buffer = next(self._buffers)
         shape = pickle.loads(buffer.view(np.uint8)[4 : 4 + buffer[0]])

@@ -37,7 +37,7 @@ from nanovllm.utils.interrupts import interrupts_held
 from nanovllm.utils.tensor_parallel import STEP_TIMEOUT
 
 START_TIMEOUT = 1800.0  # seconds for all ranks to load their weights and capture their graphs
-MAX_MESSAGE_BYTES = 2**17  # of a message between rank 0 and another rank
+MAX_MESSAGE_BYTES = 2**17  # the maximum size of a message between rank 0 and another rank
 # a rank sends this when its process has started, and again when its model runner is ready; other messages are errors
 READY = b"ready"
 BOOTSTRAP = (
@@ -49,11 +49,12 @@ class Workers:
     """Rank 0's view of the other ranks, in the caller's process.
 
     A supervisor thread starts, watches and ends the processes, so an interrupt in the caller's thread can't leave this
-    half done. If a rank ends, reports an error or does not start in time, the supervisor kills all ranks, stores the
-    reason in `failure`, and makes rank 0's device stop waiting. If the caller is killed, the ranks end by themselves.
+    work half done. If a rank ends, reports an error or does not start in time, the supervisor kills all ranks, stores
+    the reason in `failure`, and makes rank 0's device stop waiting. If the caller is killed, the ranks end by
+    themselves.
 
-    The processes are plain subprocesses. With `multiprocessing`, each process would import the caller's script, and any
-    forked child of the caller would end the processes when it exits.
+    The processes are plain subprocesses. With `multiprocessing`, each process would import the caller's script, and a
+    forked child of the caller would end the processes when the child exits.
     """
 
     def __init__(self, config: Config):
@@ -68,7 +69,7 @@ class Workers:
         self._num_ready = [0] * (config.tensor_parallel_size - 1)  # READY messages of each rank, at most 2
         self.supervisor: threading.Thread | None = None
         self._is_closing = False  # set by `exit`, when no queued work waits for a rank
-        self._ended = threading.Event()  # of the supervisor; before Python 3.13, an interrupted `join` proves nothing
+        self._ended = threading.Event()  # when the supervisor ends; before 3.13, an interrupted `join` proves nothing
         self._channel: StepChannel | None = None
         self._folder: Path | None = None
 
@@ -93,7 +94,7 @@ class Workers:
     def wait_until_started(self) -> None:
         self._wait_until(lambda: min(self._num_ready) >= 2)
         if self.tp.folder is None:
-            self._remove_folder()  # from here on, no file is left
+            self._remove_folder()  # from here on, no file can be left behind
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
         while not condition():
@@ -182,7 +183,7 @@ class Workers:
                     with suppress(subprocess.TimeoutExpired):
                         self.processes[rank_of[fd] - 1].wait(1.0)
             ended = [(process.poll(), rank) for rank, process in enumerate(self.processes, 1)]
-            # a killed rank comes first, because the errors of other ranks may follow from it
+            # report a killed rank first, because its end may have caused the errors of other ranks
             errors = [_describe_end(rank, code) for code, rank in ended if code is not None and code < 0] + errors
             errors += [_describe_end(rank, code) for code, rank in ended if code is not None and code >= 0]
             if errors:
@@ -199,7 +200,7 @@ class Workers:
             process.kill()
 
     def _end(self, sockets: dict[int, socket.socket]) -> None:
-        self._fail("the ranks were ended")  # again, because an earlier `_fail` may have come while processes started
+        self._fail("the ranks were ended")  # again, because processes may have started during an earlier `_fail`
         if not self._is_closing:
             self.tp.abort()
         if self._channel is not None:
@@ -211,7 +212,7 @@ class Workers:
         for sock in sockets.values():
             sock.close()
         if self.tp.lost or self.tp.folder is None:
-            self._remove_folder()  # otherwise `tp.close` does: NCCL reads it once more, and waits minutes if it is gone
+            self._remove_folder()  # otherwise, NCCL must read the folder once more, then `tp.close` removes it
 
     def _remove_folder(self) -> None:
         if self._folder is not None:

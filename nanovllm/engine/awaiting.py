@@ -1,6 +1,6 @@
 """Holds sequences while another thread does a feature's work, such as computing a mask for structured outputs.
 
-These functions belong to the Scheduler. A held sequence is paused like a beam, and might be preempted.
+These functions extend the Scheduler. A held sequence is paused like a beam, and might be preempted.
 """
 
 from concurrent.futures import FIRST_COMPLETED, wait
@@ -11,7 +11,7 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 if TYPE_CHECKING:
     from nanovllm.engine.scheduler import Scheduler
 
-MAX_WAIT_SECONDS = 0.02  # short, because callers' commands have to wait
+MAX_WAIT_SECONDS = 0.02  # short, because callers' commands wait meanwhile
 
 
 def hold(scheduler: "Scheduler", seq: Sequence) -> None:

@@ -103,8 +103,8 @@ class BlockManager:
     def fork(self, seq: Sequence, other: Sequence) -> None:
         """Share the full blocks of `seq` with `other`, and add a block to `other`.
 
-        Both have the same computed tokens. If the last block of `seq` is not full, it is copied into the added block
-        before the next step (`copies`).
+        Both sequences have the same computed tokens. If the last block of `seq` is not full, `copies` tells the next
+        step to copy it into the added block first.
         """
         num_full = seq.num_computed_tokens // self.block_size
         other.block_table = seq.block_table[:num_full]
@@ -132,7 +132,7 @@ class BlockManager:
         """Put the full blocks of `seq`, or of its first `num_tokens` tokens, into the prefix cache.
 
         A prompt's blocks enter the cache when the step that computes them is scheduled, so that other sequences of this
-        step can share them. This is safe, because each layer stores a step's keys and values before it attends.
+        step can share them. Sharing is safe, because each layer stores a step's keys and values before it attends.
         """
         if not self.enable_prefix_caching:
             return
@@ -161,7 +161,7 @@ class BlockManager:
         return end
 
     def state_row(self, seq: Sequence) -> int:
-        """Return the row of the next chunk's initial state. Only layers that keep a state read it."""
+        """Return the row of the next chunk's initial state. Only layers that keep a state read this row."""
         return seq.req_index
 
     def deallocate(self, seq: Sequence) -> None:
@@ -176,7 +176,7 @@ class BlockManager:
         block.ref_count -= 1
         if block.ref_count == 0:
             self.free_block_ids[block_id] = None
-            if block.hash == -1:  # not in the prefix cache: allocate it before any other
+            if block.hash == -1:  # not in the prefix cache: allocate this block before any other
                 self.free_block_ids.move_to_end(block_id, last=False)
 
     def clear_prefix_cache(self) -> None:

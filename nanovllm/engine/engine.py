@@ -17,7 +17,7 @@ CLOSED = "this engine was closed by exit()"
 
 
 class UnavailableError(RuntimeError):
-    """The engine can't do this now, because it is paused, asleep, loading weights, or busy with requests."""
+    """Raised for a call that the engine refuses while it is paused, asleep, loading weights, or busy with requests."""
 
 
 class Engine:
@@ -64,7 +64,7 @@ class Engine:
             raise UnavailableError(reasons[0])
 
     def drop_requests(self) -> None:
-        """Drop all requests and reset the state, on exit or after an error, possibly during a step."""
+        """Drop all requests and reset the state, when the engine exits or a step has failed."""
         reset_context()
         if self.model_runner is not None:
             self.model_runner.recover()  # queued steps still read the host's buffers
@@ -76,7 +76,7 @@ class Engine:
         cause = self.workers.cause_of(error)
         has_runner = self.model_runner is not None
         self.exit()
-        if not has_runner:  # a runner's `exit` does this
+        if not has_runner:  # otherwise, the runner's `exit` has closed it
             self.workers.tp.close()
         if cause is not error:
             raise cause from error

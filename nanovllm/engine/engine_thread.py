@@ -21,12 +21,12 @@ T = TypeVar("T")
 class EngineThread:
     """Runs the steps of an engine. No other thread changes the engine's state.
 
-    Callers submit requests and wait for outputs in other threads, so Ctrl-C interrupts a wait but never a step. Their
-    calls are queued as commands, which this thread executes between steps. The thread runs steps while a collector
-    wants them, and sleeps otherwise.
+    Callers submit requests and wait for outputs in other threads, so Ctrl-C interrupts a wait but never a step. Calls
+    are queued as commands, which this thread executes between steps. The thread runs steps while a collector wants
+    steps, and sleeps otherwise.
 
-    Signal handlers and finalizers may call `submit`, `abort`, `discard` and `exit` at any moment. They can't deadlock,
-    because the queues have no lock that the interrupted code might hold.
+    Signal handlers and finalizers may call `submit`, `abort`, `discard` and `exit` at any moment. These calls can't
+    deadlock, because the queues have no lock that the interrupted code might hold.
     """
 
     def __init__(self, engine: Engine):
@@ -41,7 +41,7 @@ class EngineThread:
         self._pid = os.getpid()
         self._is_closing = False
         self._has_ended = False
-        # a daemon, because the interpreter joins other threads before it runs the finalizer that ends this thread
+        # a daemon, because the interpreter joins all other threads before it runs the finalizer that ends this one
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
 
     def start(self) -> None:
@@ -101,12 +101,12 @@ class EngineThread:
         return value
 
     def watch(self, collector: OutputCollector) -> None:
-        """Make `collector` fail when a rank is lost, even if it has no requests. Keeps only a weak reference to it."""
+        """Make `collector` fail when a rank is lost, even without requests. Keeps only a weak reference to it."""
         self._watchers = [watcher for watcher in self._watchers if watcher() is not None] + [ref(collector)]
         self._post(self.engine.check_open, collector)  # a rank may be lost already
 
     def check_may_wait(self) -> None:
-        """Raise RuntimeError if the caller is the engine thread, or if `check_open` raises it."""
+        """Raise RuntimeError if the caller is the engine thread, or if `check_open` raises RuntimeError."""
         if threading.current_thread() is self._thread:
             raise RuntimeError("this is the engine's own thread, in a hook or a finalizer: it can't wait for a step")
         self.check_open()
@@ -128,8 +128,8 @@ class EngineThread:
     def exit(self) -> None:
         """Drop all requests, free the device's memory, and end the thread. Waiting callers get a RuntimeError.
 
-        If a finalizer calls this method in the engine thread or in the ranks' supervisor, it returns at once and takes
-        effect after the step. In a forked child, it does nothing.
+        If a finalizer calls this method in the engine thread or in the ranks' supervisor, the method returns at once,
+        and the thread ends after the step. In a forked child, the method does nothing.
         """
         if os.getpid() != self._pid:
             return

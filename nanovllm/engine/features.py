@@ -34,10 +34,10 @@ class StepFeature:
 
     @classmethod
     def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:
-        """Check a request in its caller's thread, and set up its sequences.
+        """Check a request in the caller's thread, and set up the request's sequences.
 
-        Raise ValueError or TypeError to reject it. The feature's state for a sequence is `seq.feature_state[name]`,
-        initially None. The feature may set these attributes of a sequence:
+        Raise ValueError or TypeError to reject the request. The feature's state for a sequence is
+        `seq.feature_state[name]`, initially None. The feature may set these attributes of a sequence:
 
         columns: values for the device, by column name. This base method sets the columns named in `fields`.
         is_watched: `after_step` sees each token.
@@ -51,8 +51,8 @@ class StepFeature:
     def prepare(cls, step: ScheduledStep) -> Arrays | None:
         """Return a step's int32 arrays (or lists of arrays of equal length), or None if the feature needs no arrays.
 
-        Each rank creates its instance of a feature when the first arrays arrive. So with new sequences, a feature that
-        edits logits must return a dict, which may be empty.
+        Each rank creates its instance of a feature when the feature's first arrays arrive. So a feature that edits
+        logits must return a dict, perhaps an empty one, for each step with new sequences.
         """
         return {} if step.new_seqs and cls.edit_logits is not StepFeature.edit_logits else None
 
@@ -62,7 +62,7 @@ class StepFeature:
         return 0
 
     def __init__(self, runner: "ModelRunner"):
-        """Allocate the feature's memory on the runner's device. On CUDA, this runs before graphs are captured."""
+        """Allocate memory on the runner's device. On CUDA, the constructor runs before graphs are captured."""
 
     def upload(self, arrays: Arrays) -> None:
         """Receive the arrays from `prepare` on the device before the model runs, outside CUDA graphs."""
@@ -77,16 +77,16 @@ class StepFeature:
         """Compute further results from a ForwardOutput and the arrays from `prepare`, outside CUDA graphs.
 
         Every rank calls this method if `prepare` returned arrays. Return None or an object with a method
-        `result(step)`, which rank 0 calls when the device has finished.
+        `result(step)`, which rank 0 calls when the device has finished the step.
         """
 
     @classmethod
     def after_step(cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: Any) -> None:
         """Inspect the new tokens, and add the sequences that must end to `ends`.
 
-        `arrived` maps the index of a new token in `StepResult.token_ids` to its sequence, if the sequence is watched
-        and had not ended before. A new token is the last one in `seq.token_ids`. `result` is what `result(step)`
-        returned, or None (see `after_forward`).
+        `arrived` contains the watched sequences that had not ended before. Each key is the index of the sequence's new
+        token in `StepResult.token_ids`. The new token is also the last one in `seq.token_ids`, unless the sequence
+        pauses after each token. `result` is the return value of `result(step)`, or None (see `after_forward`).
 
         Do long work in another thread, and store its Future in `seq.awaited`. The Future's result is a value of `Ends`,
         or None. The sequence must have set `waits_for_token`, and is held until the Future is done.

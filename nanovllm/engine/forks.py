@@ -1,6 +1,6 @@
 """Forks sequences for several answers to one prompt (`n` > 1) and for beam search. Beams pause after each token.
 
-These functions belong to the Scheduler, but most requests do not need them.
+These functions extend the Scheduler, but most requests do not need them.
 """
 
 from copy import copy, deepcopy
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def start_others(scheduler: "Scheduler", seq: Sequence, step: ScheduledStep) -> None:
-    """Start as many other answers to the same prompt as fit. Their first tokens are sampled from the row of `seq`."""
+    """Start as many other answers to the same prompt as fit. Their first tokens use the row of `seq`."""
     num_spare = len(scheduler.running) - 1  # a block for each other sequence, as in `Scheduler._admit`
     for other in seq.group:
         if other.status is not SequenceStatus.WAITING or other.has_sampled:
@@ -36,8 +36,8 @@ def pause(scheduler: "Scheduler", seq: Sequence) -> None:
 def fork(scheduler: "Scheduler", seq: Sequence, index: int, token_id: int) -> Sequence:
     """Return a new answer: the tokens of the paused sequence `seq`, followed by `token_id`.
 
-    The answer shares the blocks of `seq` if a request index and a block are free. Otherwise the answer's tokens are
-    recomputed.
+    The answer shares the blocks of `seq` if a request index and a block are free. If no index or block is free, the
+    answer's tokens are recomputed.
     """
     new_seq = _copy(seq, index, token_id)
     scheduler.live[seq.request_id][index] = new_seq
@@ -65,7 +65,7 @@ def resume(scheduler: "Scheduler", seq: Sequence, token_id: int) -> None:
 
 
 def preempt_paused(scheduler: "Scheduler", step: ScheduledStep) -> None:
-    """If the step is empty, preempt paused beams until a waiting sequence (perhaps another beam) fits."""
+    """If the step is empty, preempt paused beams until a waiting sequence fits. That may be another beam."""
     paused = [seq for seq in scheduler.running.values() if seq.is_paused and seq not in scheduler.held]
     while paused and scheduler.waiting and not step.chunks:
         scheduler.preempt(paused.pop())

@@ -48,7 +48,7 @@ class LLMEngine:
 
     @takes_settings_of(Config)
     def __init__(self, model: str, **settings: Any) -> None:
-        """Load `model`. `settings` are fields of `nanovllm.config.Config`, which documents their defaults and errors.
+        """Load `model`. `settings` are fields of `nanovllm.config.Config`, which describes defaults and errors.
 
         Raises RuntimeError if a rank does not start.
         """
@@ -66,7 +66,7 @@ class LLMEngine:
             except BaseException as error:
                 self.core.close_after(error)
                 raise
-        startup.part_done("tokenizer")  # only the wait after the model was loaded
+        startup.part_done("tokenizer")  # counts only the wait after the model was loaded
         self.startup_seconds = startup.seconds
         if self.tokenizer.eos_token_id is not None:
             self.config.resolve(eos=self.tokenizer.eos_token_id)
@@ -93,7 +93,7 @@ class LLMEngine:
         parameters that the model recommends. `priority` contains one integer per prompt: see `add_request`.
         `lora_request` is one adapter for all prompts, or a list with an adapter or None per prompt.
 
-        If a prompt is invalid, this raises ValueError or TypeError, as `add_request` does, and queues no prompt.
+        If a prompt is invalid, `generate` raises ValueError or TypeError, as `add_request` does, and queues no prompt.
         Ctrl-C drops the requests of this call.
         """
         requests = self.input_processor.requests(prompts, sampling_params, OutputKind.FINAL_ONLY, None, priority)
@@ -143,12 +143,12 @@ class LLMEngine:
     ) -> int:
         """Queue a request and return its id. `step` returns the output to the thread that added the request.
 
-        With `scheduling_policy="priority"`, the request with the lowest `priority` is served first. With "fcfs", it
-        must be 0.
+        With `scheduling_policy="priority"`, the request with the lowest `priority` is served first. With "fcfs",
+        `priority` must be 0.
 
         Raises ValueError if the prompt is empty, is not shorter than `max_model_len`, or contains a token id outside
         the vocabulary. Raises TypeError for anything that is not a prompt. Errors of a custom scheduling policy
-        propagate. An adapter raises the errors of `lora.adapter_files.read_adapter`. After an error, nothing is queued.
+        propagate. Also raises the errors of `lora.adapter_files.read_adapter`. After an error, nothing is queued.
         """
         self.engine_thread.check_open()
         request = self.input_processor.request(prompt, sampling_params, OutputKind.TOKENS, priority=priority)
@@ -159,7 +159,7 @@ class LLMEngine:
     def abort(self, request_id: int) -> None:
         """End a request before the next step. Its caller gets the tokens generated so far.
 
-        Does nothing if the request has ended. Signal handlers may call this. Raises ValueError for an unknown id.
+        Does nothing if the request has ended. Signal handlers may call `abort`. Raises ValueError for an unknown id.
         """
         if not (num_requests := self.input_processor.num_requests):
             raise ValueError(f"request_id={request_id!r}: there has been no request yet")
@@ -198,11 +198,12 @@ class LLMEngine:
         """Return counts since the start, and the current state.
 
         `requests`: the numbers of waiting and running sequences, where each of the `n` answers to a prompt is a
-        sequence. `blocks`: the numbers of used, cached and free blocks. A cached block is free, but in the prefix
-        cache. `block_groups`: the blocks that each group of layers uses, if there is more than one. `prefix_hit_rate`:
-        the fraction of prompt tokens that were found in the prefix cache.
+        sequence. `blocks`: the numbers of used, cached and free blocks. A cached block is a free block that the prefix
+        cache still contains. `block_groups`: the blocks that each group of layers uses, if there is more than one.
+        `prefix_hit_rate`: the fraction of prompt tokens that were found in the prefix cache.
         `tiers`, with `swap_space`: `device_hits` and `host_hits` are the numbers of prompt tokens that were found in
-        the device's cache and in host memory. `loaded_blocks` have come back from host memory. `lost_copies` failed.
+        the device's cache and in host memory. `loaded_blocks` is the number of blocks that were copied back from host
+        memory, and `lost_copies` is the number of failed copies.
         `preemptions`: how often a sequence was preempted.
         `tokens`: the numbers of prompt tokens (`in`) and generated tokens (`out`).
         `steps`: the numbers of `prefill` steps (chunks of prompts), `decode` steps and `mixed` steps (both).

@@ -37,7 +37,7 @@ MIN_MIXED_TOKENS = 64  # the least `max_num_mixed_tokens`, even on a slow device
 class ModelRunner:
     """Loads the model, owns the KV cache, and runs one step at a time. The host provides each step's tokens.
 
-    Subclasses overlap steps or run them on several ranks (runners.py).
+    Subclasses overlap steps or run them on several ranks. runners.py chooses the class.
     """
 
     budget_name = "the budget on a CPU is"  # for error messages about the cache size
@@ -99,7 +99,7 @@ class ModelRunner:
         self.capture_cudagraph()
 
     def warmup_model(self) -> int:
-        """Return how many bytes the cache may use. On CUDA, run the largest step to measure how much it leaves."""
+        """Return how many bytes the cache may use. On CUDA, run the largest step to measure the memory that remains."""
         return self.cache_budget()
 
     def cache_budget(self) -> int:
@@ -173,7 +173,7 @@ class ModelRunner:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Set the context of a step with prompts. Return the step's token ids and positions, each [T] int32.
 
-        The first `num_decodes` rows decode. A row can be a Sequence (`ScheduledSequence.of`).
+        The first `num_decodes` rows decode. A Sequence is first converted by `ScheduledSequence.of`.
         """
         rows = [x if isinstance(x, ScheduledSequence) else ScheduledSequence.of(x) for x in rows]
         block_size = self.config.kvcache_block_size
@@ -224,7 +224,7 @@ class ModelRunner:
         return self.int_tensor([seq.block_table + [0] * (width - len(seq.block_table)) for seq in seqs])
 
     def prepare_state_rows(self, step: ScheduledStep) -> torch.Tensor:
-        """Return the index of the state that each row reads, and of the state that it writes: [2, B] int32."""
+        """Return the index of the state that each row reads, and of the state that the row writes: [2, B] int32."""
         written = [seq.req_index for seq, _, _ in step.rows]
         return self.int_tensor([written[: step.num_decodes] + step.state_rows, written])
 
@@ -290,7 +290,7 @@ class ModelRunner:
     # -- features ------------------------------------------------------------------------------------------------------
 
     def add_features(self, names: Collection[str]) -> None:
-        """Load features, which edit logits in the order of FEATURES."""
+        """Load features. Loaded features edit logits in the order of FEATURES."""
         loaded = self.features | {name: FEATURES[name].load()(self) for name in names if name not in self.features}
         self.features = {name: loaded[name] for name in [*FEATURES] if name in loaded}
 
@@ -344,7 +344,7 @@ class ModelRunner:
     def allocate_kv_cache(self, num_blocks: int, num_layers: int | None = None) -> None:
         """Allocate the cache tensors of each group of layers, and assign each layer its part.
 
-        With `num_layers=1`, all layers of a group share one part. Use this for steps whose results do not matter.
+        With `num_layers=1`, all layers of a group share one part. Only steps whose results do not matter use this.
         """
         num_blocks *= self.config.num_block_tables
         for spec, layers in self.cache_groups.items():

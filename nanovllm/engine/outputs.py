@@ -1,6 +1,6 @@
 """The outputs that callers get, and the collectors, which store outputs until the caller takes them.
 
-Output records are frozen. The caller may change their lists, because the engine no longer uses these lists.
+Output records are frozen. The caller may change lists in the records, because the engine no longer uses these lists.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ class Record(Mapping):
 
 
 class Logprob(NamedTuple):
-    """A token's log-probability, rank (1 is the most likely) and text (None if `detokenize` is False)."""
+    """A token's log-probability, rank (1 for the most likely token) and text (None without `detokenize`)."""
 
     logprob: float
     rank: int
@@ -60,9 +60,9 @@ class CompletionOutput(Record):
     logprobs: for each token, a dict that maps token ids to Logprobs. The generated token comes first, then the most
         likely tokens. None unless the request sets `logprobs`.
     finish_reason: "stop", "length" or "abort", or "error" if `structured_outputs` allows no next token.
-    stop_reason: the stop string or id that ended the answer, or the message of an "error". None for "length", for
-        "abort", and if the tokenizer's end-of-sequence id ended the answer. Other end-of-sequence ids of the model are
-        reported.
+    stop_reason: the stop string or id that ended the answer, or the message of an "error". `stop_reason` is None for
+        "length", for "abort", and if the tokenizer's end-of-sequence id ended the answer. Other end-of-sequence ids of
+        the model are reported.
     """
 
     index: int
@@ -78,8 +78,8 @@ class CompletionOutput(Record):
 class RequestMetrics(Record):
     """The times of a request's events, in seconds since the epoch. If an abort prevented an event, its time is None.
 
-    If the request has several answers, `finished_time` is the latest of the answers' times, and the other fields are
-    the earliest.
+    If the request has several answers, `finished_time` is the latest of the answers' times, and every other field is
+    the earliest of the answers' times.
     """
 
     arrival_time: float
@@ -96,7 +96,7 @@ class RequestMetrics(Record):
 class RequestOutput(Record):
     """The answers to one request. `output.text` and `output["text"]` read fields of the first answer.
 
-    prompt: the prompt's text, with the chat template applied; None if it was passed as token ids alone.
+    prompt: the prompt's text, with the chat template applied; None if the caller passed only token ids.
     outputs: the `n` answers.
     num_cached_tokens: how many prompt tokens were found in the prefix cache.
     prompt_logprobs: a dict for each prompt token, as in `CompletionOutput.logprobs`, and None for the first token.
@@ -219,7 +219,7 @@ class OutputCollector:
         return bool(self.live) and self._outputs.qsize() < self.max_steps_ahead
 
     def end(self, request_id: int) -> None:
-        """Mark a request as ended. The next call of `put` makes its last output available."""
+        """Mark a request as ended. The next call of `put` makes the request's last output available."""
         self._ended.add(request_id)
 
     def put(self, num_prefill_tokens: int = 0, num_decode_tokens: int = 0) -> None:
@@ -258,7 +258,7 @@ class OutputCollector:
         return taken
 
     def take_into(self, taken: StepOutput, wait: bool = False) -> None:
-        """Move all outputs into `taken`. Stop at an error, and store it in `self.error`."""
+        """Move all outputs into `taken`. Stop at an error, and store the error in `self.error`."""
         with suppress(Empty):
             while self.error is None:
                 output = self._outputs.get(wait)

@@ -17,7 +17,7 @@ class ScheduledSequence(NamedTuple):
 
     @classmethod
     def of(cls, seq: Sequence) -> "ScheduledSequence":
-        """Return a sequence's last scheduled row, or a row of all uncached tokens if it was never scheduled."""
+        """Return a sequence's last scheduled row. If there is none, return a row of all uncached tokens."""
         if seq.num_scheduled_tokens:
             return cls(seq, seq.num_computed_tokens - seq.num_scheduled_tokens, seq.num_computed_tokens)
         return cls(seq, seq.num_cached_tokens, len(seq.token_ids))
@@ -25,20 +25,20 @@ class ScheduledSequence(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ScheduledStep:
-    """A step: first its decode rows, with one token each, then its prefill chunks.
+    """A step: first its decode rows, then its prefill chunks.
 
-    With `speculative_config`, a decode row contains `tokens_per_row` tokens, otherwise one.
+    A decode row contains one token or, with `speculative_config`, `tokens_per_row` tokens.
 
     decodes: the rows of the sequences that decode. With drafts, `end` is an upper bound.
-    new_blocks: (index into `decodes`, column in the block table, block id) of each block allocated to a decode row.
-    chunks: the rows that compute part or all of a prompt, after a preemption including generated tokens.
-    state_rows: for each chunk, the index of its initial state, for layers with a state (cache/state.py).
+    new_blocks: the blocks allocated to decode rows: (index into `decodes`, column in the block table, block id).
+    chunks: the rows that compute part or all of a prompt. After a preemption, they also recompute generated tokens.
+    state_rows: for each chunk, the index of the initial state that layers with a state read (cache/state.py).
     sampled_seqs: the sequences that get a token from this step, decoding sequences first.
-    sampled_rows: for each sequence in `sampled_seqs`, the row to sample from, in ascending order. Answers to a prompt
-        that are admitted together share a row.
+    sampled_rows: the row to sample from for each sequence in `sampled_seqs`. Rows are in ascending order. Answers to a
+        prompt that are admitted together share a row.
     feature_names: the features that have work to do on the host in this step.
     copies: (source, target) for each cache block or state that is copied before the step stores keys and values.
-    tokens_per_row: the width of all decode rows: the maximum of `num_reserved`, and at least 1.
+    tokens_per_row: the number of tokens in every decode row, which is the maximum of `num_reserved`, and at least 1.
     scheduled_at: the value of `time.perf_counter` when scheduling began.
     """
 
@@ -102,7 +102,7 @@ class ScheduledStep:
         self.tokens_per_row = max((end - start for _, start, end in rows), default=1)
 
     def add_sampled(self, seq: Sequence) -> None:
-        """Sample a token of `seq` from the most recently added chunk."""
+        """Let the step sample a token of `seq`, from the chunk that was added last."""
         self.sampled_seqs.append(seq)
         self.sampled_rows.append(self.num_decodes + len(self.chunks) - 1)
 

@@ -79,12 +79,12 @@ class Scheduler:
     def schedule(self, prompts_first: bool = False) -> ScheduledStep | None:
         """Return the next step, or None if no step is possible before tokens in flight arrive.
 
-        prompts_first: do not decode while prompts can be computed. In this order, the requests take less time in total.
-        Raises RuntimeError if the number of cache blocks is not known yet.
+        prompts_first: do not decode while prompts can be computed. If prompts come first, the requests take less time
+        in total. Raises RuntimeError if the number of cache blocks is not known yet.
         """
         if not self.block_manager.num_blocks:
             raise RuntimeError("num_kvcache_blocks is not known: make a ModelRunner with this Config first, or set it")
-        # forks of earlier steps; forks of this step are copied in the next one, when their contents are complete
+        # copies for forks of earlier steps; forks of this step are copied in the next step, when they are complete
         copies = self.block_manager.take_copies()
         step = ScheduledStep()
         if prompts_first:
@@ -167,7 +167,7 @@ class Scheduler:
             others_wait = bool(started) or (can_admit and len(self.waiting) > 0)
             end = budget.chunk_end(seq.num_computed_tokens, seq.num_tokens, others_wait)
             end = self.block_manager.end_of_chunk(seq, end)
-            if end == seq.num_computed_tokens:  # too few blocks are free for its windows
+            if end == seq.num_computed_tokens:  # too few free blocks for layers with a window
                 started.appendleft(seq)
                 self.preempt(started.pop())  # the last in order, perhaps `seq` itself
                 continue
@@ -198,7 +198,10 @@ class Scheduler:
         seq.num_tokens += 1
 
     def num_others(self, seq: Sequence) -> int:
-        """Return how many other sequences would run if `seq` and its new group were admitted."""
+        """Return how many other sequences would run if `seq` were admitted.
+
+        For the first sequence of a new group, count the rest of the group as running, unless nothing runs now.
+        """
         num_running = len(self.running) + len(self.prefilling)
         is_new_group = num_running and seq is seq.group[0] and not seq.has_sampled
         return num_running + (len(seq.group) - 1 if is_new_group else 0)
@@ -251,7 +254,7 @@ class Scheduler:
         return self.run_features(step, result, arrived, ends)
 
     def append_tokens(self, seqs: list[Sequence], token_ids: list[int]) -> tuple[dict[int, Sequence], Ends]:
-        """Append each token to its sequence, unless the sequence has ended or its `pauses_after_token` is set.
+        """Append each token to its sequence, unless the sequence has ended or has `pauses_after_token` set.
 
         Return the watched sequences by the index of their token, and the sequences that end with their token.
         """
@@ -294,8 +297,8 @@ class Scheduler:
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence, whatever its state. Only this method ends sequences.
 
-        A step in flight might still write to the sequence's blocks. This is safe, because the device runs steps in
-        order: the next owner of these blocks writes later.
+        A step in flight might still write to the sequence's blocks. Freeing the blocks is safe nevertheless, because
+        the device runs steps in order, and the next owner of the blocks writes later.
         """
         self.waiting.discard(seq)
         self.held.pop(seq, None)

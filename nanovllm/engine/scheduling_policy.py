@@ -1,4 +1,4 @@
-"""The scheduler's rules: the order of sequences, which ones are admitted, and how many prompt tokens a step computes.
+"""The scheduler's rules, which order and admit sequences, and limit the number of prompt tokens in a step.
 
 policies.py contains further scheduling policies.
 """
@@ -26,8 +26,8 @@ class SchedulingPolicy:
         """Return the key of `seq`: a number, or anything that can be compared with the keys of other sequences.
 
         The thread that adds a request calls this method once, with the request's first answer. An error is raised in
-        that thread. Useful attributes of `seq` are `num_prompt_tokens`, `max_num_tokens` (prompt and output together),
-        `priority`, `params`, and `arrival`, a value of `time.perf_counter`.
+        that thread. Useful attributes of `seq` are `num_prompt_tokens`, `max_num_tokens` (for prompt and output
+        together), `priority`, `params`, and `arrival`, which is a value of `time.perf_counter`.
         """
         raise NotImplementedError(f"{type(self).__name__}: must define a method `priority_key`")
 
@@ -104,8 +104,8 @@ class AdmissionPause:
 class TokenBudget(NamedTuple):
     """Limits a step to `num_tokens` prompt tokens, or to fewer tokens if they follow a long context.
 
-    A token that follows a context of `context_of_equal_cost` tokens counts twice, because its attention costs as much
-    as all its other work.
+    A token that follows a context of `context_of_equal_cost` tokens counts twice, because attention then costs as much
+    as all other work for the token.
     """
 
     num_tokens: float
@@ -114,10 +114,9 @@ class TokenBudget(NamedTuple):
     def for_mixed_step(self, num_decodes: int, num_left: int) -> "TokenBudget":
         """Return the budget for the prompts of a step that decodes `num_decodes` tokens.
 
-        `num_left` prompt tokens wait. Short steps keep inter-token latency low, and long steps shorten the queue. So
-        the size of
-        a step is a quarter of `num_left`, but at least half of this budget and at most all of it. Prompts always get at
-        least a quarter of this budget.
+        `num_left` is the number of waiting prompt tokens. Short steps keep inter-token latency low, and long steps
+        shorten the queue. So the size of a step is a quarter of `num_left`, but at least half of this budget and at
+        most all of it. Prompts always get at least a quarter of this budget.
         """
         num_tokens = min(self.num_tokens, max(self.num_tokens // 2, num_left // 4))
         return self._replace(num_tokens=max(1, num_tokens - num_decodes, self.num_tokens // 4))

@@ -21,7 +21,7 @@ class SequenceStatus(Enum):
 def packed_ids(token_ids: list[int]) -> bytes:
     """Return token ids as int32 bytes.
 
-    This takes half as long as with NumPy. Raises struct.error for an id that does not fit.
+    The conversion takes half as long as with NumPy. Raises struct.error for an id that does not fit.
     """
     return struct.pack(f"{len(token_ids)}i", *token_ids)
 
@@ -29,9 +29,9 @@ def packed_ids(token_ids: list[int]) -> bytes:
 class Sequence:
     """A prompt and the tokens generated for it.
 
-    A token is counted before it is known. `num_tokens` and `len` count it as soon as the step that samples it is
-    scheduled, and `token_ids` gets it when it reaches the host. Only the Scheduler, its block manager and its features
-    may change a queued sequence.
+    A token is counted before it is known. `num_tokens` and `len` count a token as soon as the step that samples it is
+    scheduled, and `token_ids` contains the token after it has reached the host. Only the Scheduler, its block manager
+    and its features may change a queued sequence.
     """
 
     block_size = 256  # tokens per cache block; the scheduler sets the engine's value
@@ -70,7 +70,7 @@ class Sequence:
         self.num_scheduled_tokens = 0  # how many tokens the last scheduled step computes
         self.num_computed_tokens = 0  # their keys and values are in the cache, or will be after the scheduled steps
         self.token_limit = self.max_num_tokens  # no step decodes the sequence once `num_tokens` reaches this
-        self.num_drafts = 0  # drafted tokens after its next one; a step adds at most num_drafts + 1 tokens
+        self.num_drafts = 0  # drafts that follow the next token; a step adds at most num_drafts + 1 tokens
         self.num_cached_tokens = 0  # found in the prefix cache when the sequence was first admitted
         self.block_table: list[int] = []
         self.window_columns: list[tuple[int, ...]] = []  # of layers with a window: see engine/window_blocks.py
@@ -169,7 +169,7 @@ class Sequence:
     def limit_tokens(self, num_drafts: int = 0) -> None:
         """Set the number of drafts.
 
-        After this call, a sequence that waited for its tokens may decode these drafts and one token.
+        After this call, a sequence with `waits_for_token` may decode these drafts and one more token.
         """
         self.num_drafts = num_drafts
         if self.awaited is not None:

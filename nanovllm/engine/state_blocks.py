@@ -7,12 +7,12 @@ from nanovllm.engine.sequence import Sequence
 
 
 class StateRows:
-    """Tracks the rows of states that no running sequence uses. A StateRows is the Scheduler's `free_req_indices`.
+    """Tracks the rows of states that no running sequence uses. The Scheduler's `free_req_indices` is a StateRows.
 
-    The state of a running sequence is in the row of its request index, below `num_indices`. After these come a row for
-    padding, a row of zeros (every sequence's initial state), and rows for snapshots. The row of an unused request index
-    may store a snapshot. When a sequence needs a row and only such rows are left, the least recently found of these
-    snapshots is dropped.
+    The state of a running sequence is in the row of its request index, below `num_indices`. The rows of request indices
+    are followed by a row for padding, a row of zeros (every sequence's initial state), and rows for snapshots. The row
+    of an unused request index may store a snapshot. If a sequence needs a request index, and all unused indices store
+    snapshots, the snapshot that was found least recently is dropped.
     """
 
     def __init__(self, num_indices: int, num_states: int):
@@ -35,7 +35,7 @@ class StateRows:
         (self.free_indices if row < self.num_indices else self.free_others).append(row)
 
     def pop_for_snapshot(self) -> int | None:
-        """Return a free row. If none is free, drop the least recently found snapshot. None if that fails."""
+        """Return a free row, dropping the least recently found snapshot if necessary. Return None if there is none."""
         if not (self.free_others or self.free_indices) and self.snapshots:
             self.forget(next(iter(self.snapshots)))
         free = self.free_others or self.free_indices
@@ -57,15 +57,15 @@ class StateBlockManager(BlockManager):
 
     In `copies`, row `r` of the states has id `num_blocks + r`.
 
-    A snapshot is stored for the end of a prompt's last full block. If there is no snapshot at the end of the prompt's
-    cached blocks, a second snapshot is stored there, because this prompt is the second one to use these blocks. Chunks
-    end at these boundaries, so a snapshot costs a copy of the state and an additional step. The next step makes the
-    copy, and later steps can find the snapshot. If no row is free, the least recently found snapshot is dropped. A
-    snapshot is also dropped with its block.
+    The state at the end of a prompt's last full block is stored as a snapshot. If there is no snapshot at the end of
+    the prompt's cached blocks, a second snapshot is stored there, because this prompt is the second one to use these
+    blocks. A chunk ends at each snapshot, so a snapshot costs a copy of the state and an additional step. The next step
+    makes the copy, and later steps can find the snapshot. If no row is free, the least recently found snapshot is
+    dropped. If a block is evicted, the snapshot at its end is dropped as well.
 
     If the cached blocks end with an answer, the prompt continues a conversation. The conversation's next prompt will
-    begin with this whole prompt. So no snapshot is stored for the end of the answer, and the snapshot that this prompt
-    found is the next to be dropped.
+    begin with this whole prompt. So no snapshot is stored at the end of the cached answer, and the snapshot that this
+    prompt found will be dropped first.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def stats_of(scheduler: Scheduler) -> dict:
-    """Return what `LLMEngine.stats` returns, but not while a step runs."""
+    """Return the dict of `LLMEngine.stats`. The caller must make sure that no step runs."""
     totals, blocks = scheduler.totals, scheduler.block_manager
     num_free = len(blocks.free_block_ids)
     num_cached, groups = blocks.num_cached, blocks.groups()
@@ -41,7 +41,7 @@ def stats_of(scheduler: Scheduler) -> dict:
 
 
 def stats_of_engine(llm: "LLMEngine") -> dict:
-    """Return what `LLMEngine.stats` returns, computed between two steps or after `exit`."""
+    """Return the dict of `LLMEngine.stats`, computed between two steps or after `exit`."""
     if llm.model_runner is None:
         return stats_of(llm.scheduler)
     return llm.engine_thread.call(lambda: stats_of(llm.scheduler))
@@ -51,7 +51,7 @@ def described(config: "Config") -> str:
     """Return one line for `repr(llm)`, with the settings that differ between machines and models."""
     num_tokens = (config.num_kvcache_blocks or 0) * config.kvcache_block_size
     dtype = str(config.dtype).removeprefix("torch.") + (f" ({config.dtype_reason})" if config.dtype_reason else "")
-    import torch  # only here, because the scheduler's tests read the counts without it
+    import torch  # only here, because the scheduler's tests read the counts without PyTorch
 
     num_threads = torch.get_num_threads()
     threads = f" with {num_threads} thread{'s' * (num_threads > 1)}" if config.device == "cpu" else ""

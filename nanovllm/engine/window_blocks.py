@@ -1,7 +1,7 @@
 """The block manager for models in which only some layers attend to a window.
 
-Layers with a window have block tables of their own, whose blocks behind the window are freed. cache/window_tables.py
-divides the layers among the tables.
+Layers with a window have separate block tables, and blocks behind the window are freed. cache/window_tables.py divides
+the layers among the tables.
 """
 
 from nanovllm.engine.block_manager import Block, BlockManager
@@ -14,12 +14,12 @@ class WindowBlockManager(BlockManager):
     """Manages one pool of blocks for all tables. A block stores the keys and values of one table's layers.
 
     `Sequence.block_table` is the table of the layers without a window, and `Sequence.window_columns` contains the
-    columns of the window tables. Column `i` of all tables stores the same tokens. A freed column contains zeros.
+    columns of the window tables. Column `i` of all tables stores the same tokens. The ids in a freed column are 0.
 
-    While a prompt is computed, each chunk allocates its columns, and shortens itself if blocks run out. Columns behind
-    the window are freed before the next chunk. A decoding sequence frees columns when it needs a new one. A step in
-    flight may still read freed blocks, which is safe: the device runs steps in order, and a later step writes to these
-    blocks.
+    While a prompt is computed, each chunk allocates its columns. If too few blocks are free, the chunk is shortened.
+    Columns behind the window are freed before the next chunk. A decoding sequence frees columns when it needs a new
+    one. A step in flight may still read freed blocks, which is safe: the device runs steps in order, and a later step
+    writes to these blocks.
 
     A cached prefix is valid if the prefix cache contains all its blocks of `block_table`, and the columns that the
     next token sees.
@@ -33,7 +33,7 @@ class WindowBlockManager(BlockManager):
     def reset(self) -> None:
         super().reset()
         self.columns: dict[int, Column] = {}  # the prefix cache of the window tables, by hash
-        self._num_freed: dict[Sequence, int] = {}  # how many of its first columns a sequence does not hold
+        self._num_freed: dict[Sequence, int] = {}  # how many of a sequence's first columns it does not hold
         self._chunked: list[Sequence] = []  # the sequences with a chunk in the last scheduled step, and their forks
 
     def first_column(self, position: int) -> int:
@@ -88,7 +88,7 @@ class WindowBlockManager(BlockManager):
         self._chunked.append(other)  # the last chunk of `seq` may have computed columns that `other` does not need
 
     def needs_block(self, seq: Sequence, num_tokens: int) -> bool:
-        """Return whether `seq` needs another block. If so, first free the columns that its next token does not see."""
+        """Return whether `seq` needs another block. If so, first free the columns that the next token does not see."""
         needs = super().needs_block(seq, num_tokens)
         if needs:
             self._free_before(seq, len(seq.token_ids) - 1)
@@ -142,7 +142,7 @@ class WindowBlockManager(BlockManager):
         self.columns.clear()
 
     def evict(self, block: Block, block_hash: int) -> None:
-        """Remove the block from the prefix cache. A block of a column takes the whole column with it."""
+        """Remove the block from the prefix cache. If the block belongs to a column, remove the whole column."""
         if block.block_id not in self.columns.get(block_hash, ()):
             super().evict(block, block_hash)
             return

@@ -144,7 +144,7 @@ class EditTables(NamedTuple):
         """Write rows into the tables.
 
         `*_entries` contains indices into a table whose first two dimensions are flattened. `mask_indices` contains
-        request indices. A mask is written for all rows of its request. `bias_bits` contains float32 biases as int32.
+        request indices. A new mask replaces all masks of its request. `bias_bits` contains float32 biases as int32.
         """
         if "bias_entries" in arrays:
             self.bias_ids.view(-1)[arrays["bias_entries"]] = arrays["bias_ids"]
@@ -172,9 +172,9 @@ def penalize(logits: torch.Tensor, rows: SamplingRows, tables: EditTables) -> No
     """Add biases, apply penalties and ban tokens. Edits logits [S, vocabulary] in place.
 
     As in vLLM and transformers, the repetition penalty applies to every token id in the prompt or the output. A
-    positive logit is divided by the penalty, and any other logit is multiplied by it. As in vLLM, frequency and
-    presence penalties count only output tokens. The logits of ids that are not allowed become -inf. The logit of a bad
-    word's last token becomes -inf if the output ends with the word's earlier tokens.
+    positive logit is divided by the penalty, and any other logit is multiplied by the penalty. As in vLLM, frequency
+    and presence penalties count only output tokens. The logits of ids that are not allowed become -inf. The logit of a
+    bad word's last token becomes -inf if the output ends with the word's earlier tokens.
     """
     edits = rows.params[:, EDITS]
     for row in edits.any(1).nonzero().flatten().tolist() if edits.any() else ():
@@ -182,7 +182,7 @@ def penalize(logits: torch.Tensor, rows: SamplingRows, tables: EditTables) -> No
     if (has_mask := rows.column("has_allowed_ids")).any():
         masked = has_mask.nonzero().flatten()
         num_masks = tables.allowed_masks.shape[1]
-        last = F.pad(rows.req_indices, (num_masks - 1, 0), value=-1).unfold(0, num_masks, 1)  # [S, masks], its own last
+        last = F.pad(rows.req_indices, (num_masks - 1, 0), value=-1).unfold(0, num_masks, 1)  # [S, masks], own one last
         places = (last == rows.req_indices[:, None]).sum(1) - 1  # the position of each row among its request's rows
         masks = tables.allowed_masks[rows.req_indices[masked], places[masked]].view(torch.uint8).unsqueeze(-1)
         is_allowed = (masks & (1 << torch.arange(8, device=masks.device)).to(torch.uint8)).flatten(1).bool()

@@ -59,7 +59,7 @@ class OutputLogprobs:
 
 
 class DeferredList(abc.Sequence):
-    """A list that is built by the thread that reads it first, because this would delay a step."""
+    """A list that the first reader's thread builds, because building it in the engine's thread would delay a step."""
 
     def __init__(self, make: Callable[[], list]):
         self._list = cache(make)
@@ -89,7 +89,7 @@ class DeferredList(abc.Sequence):
 class LogprobTexts:
     """Adds text to the log-probabilities of one answer, token by token.
 
-    If several tokens encode one character, the text of the last of these tokens contains it.
+    If several tokens encode one character, the text of the last of these tokens contains the character.
     """
 
     def __init__(self, token_bytes: Mapping[int, bytes], detokenize: bool):

@@ -1,7 +1,7 @@
 """Computes log-probabilities of generated tokens and of prompt tokens.
 
-For generated tokens, the setting `logprobs_mode` selects which logits are used. For prompt tokens, these are always the
-model's raw logits. Requests with `SamplingParams.logprobs` or `prompt_logprobs` and beam searches need
+For generated tokens, the setting `logprobs_mode` selects which logits are used. For prompt tokens, the model's raw
+logits are always used. Requests with `SamplingParams.logprobs` or `prompt_logprobs` and beam searches need
 log-probabilities. A step contains a `LogprobRequest` for each token whose log-probabilities are needed. After the
 forward pass, every rank creates a `PendingLogprobs`, which computes the log-probabilities. The log-probabilities reach
 the host with the step's result, and logprob_outputs.py adds the text of the tokens.
@@ -53,11 +53,11 @@ class SequenceLogprobs:
 
 
 class StepLogprobs(NamedTuple):
-    """The log-probabilities of a step. An entry is None if no request asked for it.
+    """The log-probabilities of a step. An entry that no request asked for is None.
 
     of_tokens: one entry for each token of `StepResult.token_ids`.
     of_prompts: for each chunk of the step, a list for the prompt tokens from `start + 1` to `end`, or None if there are
-        none. A recomputed chunk gets its list again.
+        none. If a chunk is recomputed, its list is returned again.
     """
 
     of_tokens: list[KeptLogprobs | None]
@@ -78,7 +78,7 @@ class TokenLogprobs(StepFeature):
     def watch(seq: Sequence) -> None:
         """Start to collect the log-probabilities that the parameters of `seq` ask for."""
         features = [FEATURES[name] for name in seq.feature_state if name != "logprobs"]
-        features += [feature for feature in FEATURES.values() if isinstance(feature.home, type)]  # these see all rows
+        features += [feature for feature in FEATURES.values() if isinstance(feature.home, type)]  # they edit all rows
         is_edited = any(feature.load().edit_logits is not StepFeature.edit_logits for feature in features)
         seq.feature_state["logprobs"] = SequenceLogprobs(is_edited)
         seq.is_watched |= seq.params.logprobs is not None
@@ -103,7 +103,7 @@ class TokenLogprobs(StepFeature):
         """Record where a CUDA graph stores its logits, without editing the logits.
 
         The logits stay valid until the next graph replay. The view does not own the memory, so other graphs can reuse
-        it.
+        the memory.
         """
         if logits.is_cuda and torch.cuda.is_current_stream_capturing():
             memory, like, device = DeviceBytes(logits.data_ptr(), logits.nbytes), logits.to("meta"), logits.device
@@ -112,7 +112,7 @@ class TokenLogprobs(StepFeature):
 
     def after_forward(self, arrays: Arrays, output: ForwardOutput) -> "PendingLogprobs":
         positions, find = output.sampler_input.positions, None
-        # not with several ranks, which each have a part of the logits, nor with drafts: acceptance may be synthetic
+        # not with several ranks (each has a part of the logits), and not with drafts (acceptance may be synthetic)
         if not arrays["is_edited"][0] and self._runner.tp.size == self._runner.config.tokens_per_row == 1:
             find = self._logits_of_graphs.get((positions.data_ptr(), len(positions)))
         return PendingLogprobs(arrays["requests"], self._runner, output, find and find())
@@ -121,7 +121,7 @@ class TokenLogprobs(StepFeature):
     def after_step(
         cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: StepLogprobs | None
     ) -> None:
-        """Store each sequence's log-probabilities, or its candidates if it pauses."""
+        """Store each sequence's log-probabilities. For a sequence that pauses, store the candidates."""
         if result is None:
             return
         for (seq, start, _), prompt_logprobs in zip(step.chunks, result.of_prompts):
@@ -291,7 +291,7 @@ def log_probabilities(
     The `logits` [S, vocabulary] are first divided by `temperatures` [S]. `num_top` is capped at the vocabulary size.
     Return ids [S, 1 + num_top] int32, log-probabilities [S, 1 + num_top] float32, and ranks [S] int32. Column 0
     contains `token_ids`, and the other columns contain the top tokens in descending order of `token_keys`. A rank is
-    the position of the row's token in this order, from 1 on.
+    the position of the row's token in the order of `token_keys`, from 1 on.
     """
     if num_top == 0:
         logprobs, ranks = token_logprobs(logits, token_ids, temperatures)

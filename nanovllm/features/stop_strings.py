@@ -49,7 +49,7 @@ class StoppingDetokenizer(Detokenizer):
         self._max_overlap = max(map(len, self._stops)) - 1
 
     def skip_token(self) -> None:
-        """Decode the last token, but do not look for stop strings in it."""
+        """Decode the last token without looking for stop strings."""
         self.decode()
         self._window = ""
 

@@ -1,8 +1,8 @@
 """Fused forms replace the `forward` of modules, so that one kernel computes several operations of plain layers.
 
-The plain layers define the results. `FORMS` maps their `forward` functions to forms. A class that inherits a plain
-`forward` also gets the form, and a class that overrides `forward` stays plain. A module also stays plain if the form
-does not support one of the module's parts (`Fused.matches`).
+The plain layers define the correct results. `FORMS` maps their `forward` functions to forms. A class that inherits a
+plain `forward` also gets the form, and a class that overrides `forward` stays plain. A module also stays plain if the
+form does not support one of the module's parts (`Fused.matches`).
 
 Neighbouring forms exchange deferred norms (`NormInput`) and unfinished sums (`PartialSum`). Plain neighbours get
 tensors.
@@ -43,7 +43,7 @@ FORMS = {
 
 
 def find_form(module: nn.Module) -> str | None:
-    """Return the entry of a module's `forward` in FORMS, or None if there is none or `forward` is wrapped."""
+    """Return the value of FORMS for a module's `forward`, or None if FORMS has none or `forward` is wrapped."""
     forward = getattr(type(module), "forward", None)  # not a function if TorchScript made the module
     key = f"{getattr(forward, '__module__', '')}:{getattr(forward, '__qualname__', '')}"
     if key not in FORMS or resolve_name(key) is not forward or "forward" in vars(module):
@@ -62,7 +62,7 @@ def form_of(module: nn.Module) -> Any:
 
 
 def fuse(model: nn.Module) -> None:
-    """In a loaded model, replace the `forward` of every module that has a fused form, parts first."""
+    """In a loaded model, replace the `forward` of every module that has a fused form. A module's parts come first."""
     from nanovllm.fused.forms import Fused
     from nanovllm.fused.fused_linear import set_format
     from nanovllm.layers.linear import LinearBase

@@ -23,7 +23,7 @@ class Fused:
 
     A form overrides methods of a module, and uses the module's attributes (utils/replace.py). Plain neighbours call
     `forward`, as for a plain module. Fused neighbours call `fused`, which takes a norm from FusedRMSNorm and returns a
-    sum. Neither needs to be computed yet. FusedRotaryEmbedding defines `rows` instead of `fused`.
+    sum. Both the norm and the sum may be deferred. FusedRotaryEmbedding defines `rows` instead of `fused`.
     """
 
     what = ""  # what is fused, for `nanovllm show-fused`
@@ -33,11 +33,11 @@ class Fused:
         return True
 
     def prepare(self) -> None:
-        """Prepare the module. This is called once, after the module's weights are loaded."""
+        """Prepare the module. `prepare` is called once, after the module's weights are loaded."""
 
 
 class FusedRotaryEmbedding(Fused):
-    """Adds a table of cosines and sines in the order that kernels use, read once per step by FusedModel.
+    """Adds a table of cosines and sines in the order that kernels use. FusedModel reads the table once per step.
 
     The table is [max_position, 2, N]: N cosines and N sines per position. The first half of the sines is negated, so
     the rotation of x is x * cos + (x with its halves swapped) * sin.
@@ -82,7 +82,7 @@ class FusedRMSNorm(Fused):
 
 
 def rope_at(rotary_emb: Any, positions: torch.Tensor) -> Rope:
-    """Return the `Rope` for a form between plain layers. Its `cos_sin` is None without a fused rotary embedding."""
+    """Return the `Rope` for a form between plain layers. Without a fused rotary embedding, `Rope.cos_sin` is None."""
     if not isinstance(rotary_emb, FusedRotaryEmbedding):
         return Rope(positions, None)
     rope = rotary_emb.rows(positions)
@@ -97,7 +97,7 @@ def shared_rope(module: nn.Module) -> Any:
 
 
 def takes_fused(module: nn.Module) -> bool:
-    """Return whether neighbours call `module.fused`, not the module: it has no hooks."""
+    """Return whether neighbours call `module.fused` instead of the module, which would run the module's hooks."""
     return isinstance(module, Fused) and not (module._forward_hooks or module._forward_pre_hooks)
 
 

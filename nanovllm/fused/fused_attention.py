@@ -54,7 +54,7 @@ def norm_rope_and_store(
     """Normalize and rotate queries and keys, store keys and values, and return the queries [T, heads, head_dim].
 
     `qkv` is [T, heads + 2 kv_heads, head_dim], and `slot_mapping` [T] contains cache slots. Kernels do not store
-    padding, whose slot is -1. This definition does not support padding.
+    padding, whose slot is -1. This plain definition does not support padding.
     """
     q_weight, k_weight, eps, cos_sin = qk_norm_rope
     num_kv_heads = cache.k.shape[2]

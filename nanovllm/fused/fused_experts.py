@@ -35,7 +35,7 @@ def sum_experts(x: torch.Tensor, experts: Any, weights: torch.Tensor, expert_ids
 
 
 class FusedExperts(Fused):
-    """Replaces `Experts.forward`, for layers whose router stays plain. FusedMoE does not call it."""
+    """Replaces `Experts.forward`, for layers whose router stays plain. FusedMoE does not call this form."""
 
     uses_cuda_graphs = True
     what = "the first product and the activation; the sum of a token's experts"
@@ -87,9 +87,10 @@ class FusedSharedExpertMoE(FusedMoE):
 def choose_experts(
     x: torch.Tensor, weight: torch.Tensor, top_k: int, factors: torch.Tensor, slot_mapping: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `route` with logits x W^T, for weights that add up to 1, and multiply them by the experts' `factors`.
+    """Choose experts with `route` from the logits x W^T. Return weights and expert ids, both [T, top_k].
 
-    Padding, whose slots are -1, may differ.
+    The weights of a token add up to 1, and are then multiplied by the experts' `factors`. The results of padding, whose
+    slots are -1, are undefined.
     """
     weights, expert_ids = route(linear(x, weight), top_k, renormalize=True)
     return weights * factors[expert_ids], expert_ids

@@ -21,7 +21,7 @@ class FusedEagle3Layer(FusedDecoderLayer):
     def fused(self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope) -> tuple[PartialSum, torch.Tensor]:
         """Compute the layer for embeddings `x` and hidden states `residual`, both [T, hidden].
 
-        The latter may be overwritten.
+        `residual` may be overwritten.
         """
         assert residual is not None
         normed = self.hidden_norm(PartialSum(residual)).tensor()

@@ -62,9 +62,9 @@ class WeightFormat:
         return best_split_k(x, layer.weight, max_split_k)
 
     def factors(self, layer: LinearBase, x: NormInput) -> tuple[Any, torch.Tensor, torch.Tensor | None] | None:
-        """Return (rows, weight, scales) for kernels that compute this matmul, or None if only `linear` can.
+        """Return (rows, weight, scales) for kernels that compute this matmul, or None if only `linear` can do it.
 
-        `scales` is None without FP8.
+        `scales` is None unless the weight is FP8.
         """
         return (x.tensor(), layer.weight, None) if type(self) is WeightFormat else None
 
@@ -97,7 +97,7 @@ def is_swiglu(act: nn.Module) -> bool:
 
 
 def product(layer: Any, x: NormInput, act: nn.Module | None = None) -> Any:
-    """Compute act(x W^T + b) for the norm `x` and a linear layer."""
+    """Compute act(x W^T + b) with the weight W and bias b of `layer`, for the norm `x`."""
     if act is None or is_swiglu(act):
         return layer.format.norm_linear(layer, x, act)
     return act(layer.format.norm_linear(layer, x, None))

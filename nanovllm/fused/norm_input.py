@@ -11,7 +11,7 @@ from nanovllm.utils.partial_sum import PartialSum
 def add_rms_norm(
     x: PartialSum, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm of x + residual, and x + residual itself, both [T, N]. The latter may overwrite the residual."""
+    """Return the norm of x + residual, and x + residual itself, both [T, N]. x + residual may overwrite `residual`."""
     total = x.reduce() if residual is None else residual.add_(x.reduce())
     return rms_norm(total, weight, eps), total
 
@@ -31,7 +31,7 @@ class NormInput:
         return len(self.x)
 
     def tensor(self) -> torch.Tensor:
-        """Return the norm [T, N], computed by the first call."""
+        """Return the norm [T, N]. Only the first call computes the norm."""
         if self.normed is None:
             x, residual = (self.x, self.residual_before) if self.total is None else (PartialSum(self.total), None)
             self.normed, self.total = add_rms_norm(x, residual, self.weight, self.eps)

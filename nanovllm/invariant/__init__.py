@@ -5,7 +5,8 @@ If the number of rows of a matmul changes, a library may choose another method, 
 decode step.
 
 `cpu.py` and `cuda.py` contain the runners. A runner selects the variant of the operations (`cpu_ops.py` or
-`cuda_ops.py`) and the attention backend. The CUDA kernels explain why their results do not depend on the batch.
+`cuda_ops.py`) and the attention backend. The docstrings of the CUDA kernels explain why results do not depend on the
+batch.
 """
 
 from collections.abc import Iterator

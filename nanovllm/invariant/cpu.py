@@ -38,10 +38,10 @@ class Runner(BatchRunner):
 def check_products(model: nn.Module, dtype: torch.dtype) -> None:
     """Raise RuntimeError if this CPU's library computes different results for equal rows of a block.
 
-    Batch invariance on a CPU also relies on equal calls having equal results.
+    Batch invariance on a CPU also requires that equal calls return equal results.
     """
     random = torch.Generator().manual_seed(0)
-    results = {}  # by what is multiplied
+    results = {}  # the key describes the matmul's operands
     weights = [p for name, p in model.named_parameters() if p.dim() >= 2 and "conv1d" not in name]
     for p in {tuple(p.shape[-2:]): p for p in weights}.values():  # [..., outputs, inputs]
         weight = p.reshape(-1, *p.shape[-2:])[0].to(dtype)

@@ -26,7 +26,7 @@ class InvariantBackend(AttentionBackend):
     """A backend that multiplies blocks of a sequence's queries by blocks of its keys, in float32.
 
     All matmuls have the same shape, and results are added in the order of positions. The scores' maximum is computed
-    over all blocks before any exponential. A block whose keys a query does not see adds zeros.
+    over all blocks before any exponential. If a query sees no key of a block, the block adds zeros.
     """
 
     uses_cuda_graphs = False

@@ -1,15 +1,15 @@
 """CPU replacements for operations whose definitions depend on the number of rows.
 
-A runner computes a step in one thread, because the batch would determine how several threads divide loops over
-elements. In one thread, elementwise operations and reductions over the last dimension compute each row independently of
-other rows. In the following operations, a row also depends on other rows, so these operations are replaced:
+With several threads, the size of the batch would determine how the threads divide loops over elements. So a runner
+computes a step in one thread. In one thread, elementwise operations and reductions over the last dimension compute each
+row independently of other rows. In the following operations, a row's result also depends on other rows, so these
+operations are replaced:
 
-- Matmuls, because the library chooses a method by shape. Here, matmuls are computed in blocks of a fixed shape, in all
-  threads.
-- Functions of few elements, because PyTorch computes some elements in vectors, and the last ones one by one. Here,
-  these functions are computed row by row.
-- The chunked form of the gated delta rule, because its sums depend on where a chunk begins. Each token is computed
-  alone, as in a decode step.
+- Matmuls: the library chooses a method by shape. Here, matmuls are computed in blocks of a fixed shape, in all threads.
+- Functions of few elements: PyTorch computes most elements with vector instructions, but the last elements one by one.
+  Here, these functions are computed row by row.
+- The chunked form of the gated delta rule: sums depend on where a chunk begins. Here, each token is computed alone, as
+  in a decode step.
 """
 
 from collections.abc import Iterator
@@ -27,13 +27,13 @@ from nanovllm.layers import sampler
 from nanovllm.layers import sigmoid_gate as gates
 from nanovllm.layers.sampler import SamplingRows
 
-ROWS = 16  # of a block of a matmul
+ROWS = 16  # rows per block of a matmul
 num_threads: ContextVar[int] = ContextVar("threads of a product")
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Use one thread within a `with` block. Matmuls still use as many threads as before the block."""
+    """Use one thread within a `with` block. Within the block, matmuls still use the previous number of threads."""
     before = torch.get_num_threads()
     token = num_threads.set(before)
     torch.set_num_threads(1)

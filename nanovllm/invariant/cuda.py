@@ -32,7 +32,7 @@ class Runner(CUDAModelRunner):
 
     def _load_model(self) -> nn.Module:
         check_choice("batch_invariant=True on CUDA: dtype", self.config.dtype, (torch.bfloat16, torch.float16))
-        if not has_tma(self.device):  # only these GPUs' matmul instructions give equal results
+        if not has_tma(self.device):  # only the matmul instructions of these GPUs give equal results in all tiles
             raise ValueError(f"batch_invariant=True: {torch.cuda.get_device_name(self.device)} is older than Hopper")
         self.backend = InvariantTritonBackend()
         return super()._load_model()
@@ -47,7 +47,7 @@ class Runner(CUDAModelRunner):
     def size_kv_cache(self, available: int) -> None:
         """Reserve memory for the partial sums of decode attention.
 
-        The largest prefill, which has been measured, does not have them.
+        The memory use of the largest prefill step was measured, but a prefill step does not need these sums.
         """
         num_rows, max_len = self.config.max_num_seqs * self.config.tokens_per_row, self.config.max_model_len
         layers = (layer for layer in self.model.modules() if isinstance(layer, Attention))

@@ -1,4 +1,7 @@
-"""Replacements for CUDA operations whose kernels depend on the number of rows. No other operation does."""
+"""Replacements for the CUDA operations whose results depend on the number of rows.
+
+Results of all other CUDA operations do not depend on this number.
+"""
 
 from functools import partial
 
@@ -13,6 +16,7 @@ from nanovllm.invariant.kernels.invariant_prefill import prefill_attention, quer
 from nanovllm.kernels.sampling.gather_logprobs import log_sums_and_ranks
 from nanovllm.moe.kernels.mix_experts import choose_experts as choose_experts_by
 from nanovllm.moe.kernels.mix_experts import mix_by_gemm, sum_by_gemm
+from nanovllm.moe.kernels.packed_experts import grouped_packed_experts
 from nanovllm.quantization.kernels.multiply_scaled import suits_scaled_gemm
 from nanovllm.quantization.kernels.packed_gemm import LARGE_TILE_M, packed_gemm, packed_tiles
 
@@ -79,7 +83,7 @@ def best_scaled_split_k(values, scales, num_rows, max_split_k, max_rows=None):
 def mix_experts(x, layer, slot_mapping):
     if len(x) == 0:
         return NotImplemented
-    return mix_by_gemm(x, layer, slot_mapping, _router_logits)
+    return mix_by_gemm(x, layer, slot_mapping, _router_logits, grouped_packed_experts)
 
 
 def choose_experts(x, weight, top_k, factors, slot_mapping):
@@ -87,7 +91,7 @@ def choose_experts(x, weight, top_k, factors, slot_mapping):
 
 
 def sum_experts(x, experts, weights, expert_ids):
-    return sum_by_gemm(x, experts, weights, expert_ids) if len(x) else NotImplemented
+    return sum_by_gemm(x, experts, weights, expert_ids, grouped_packed_experts) if len(x) else NotImplemented
 
 
 def _router_logits(x, weight):

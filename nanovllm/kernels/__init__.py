@@ -1,7 +1,7 @@
 """Operations: functions that are defined in plain PyTorch and that a device may replace with kernels.
 
-The definitions are next to their callers, mostly in `layers/`. A CPU runs them. CUDA replaces them with the Triton
-kernels listed in `ops.py`. `register_ops` adds a table of replacements for another device.
+The definitions are next to their callers, mostly in `layers/`. A CPU runs them. CUDA replaces the definitions with the
+Triton kernels listed in `ops.py`. `register_ops` adds a table of replacements for another device.
 """
 
 import importlib.util
@@ -41,7 +41,7 @@ def register_ops(device_type: str, table: Mapping[str, Callable]) -> None:
 
 
 def operation(definition: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a definition so that the device of its first argument can replace it."""
+    """Decorate a definition, which a kernel may replace on the device of the first argument."""
 
     @cache  # a small model on a CPU calls 50 operations per token
     def choose(device: torch.device, variant: str) -> Callable:

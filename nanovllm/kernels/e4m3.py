@@ -3,8 +3,9 @@
 GPUs of compute capability 8.9 or higher convert `torch.float8_e4m3fn` in hardware. On other devices, the functions
 below convert the bits as uint8. Triton has no e4m3 for older GPUs, and its interpreter rounds e4m3 wrongly.
 
-The scale of a row is its largest magnitude divided by 448, the largest e4m3 value, rounded to bfloat16. So the largest
-value of a row is almost exact. Other values have a relative error of up to 1/16, or more if they are close to 0.
+The scale of a row is the row's largest magnitude divided by 448 (the largest e4m3 value), then rounded to bfloat16. So
+the largest value of a row is almost exact. Other values have a relative error of up to 1/16, or more if they are close
+to 0.
 """
 
 import triton
@@ -33,7 +34,7 @@ def decode_e4m3_pairs(pairs, stored_dtype: tl.constexpr, dtype: tl.constexpr):
         first = (pairs & 0xFF).to(tl.uint8).to(stored_dtype, bitcast=True)
         second = (pairs >> 8).to(tl.uint8).to(stored_dtype, bitcast=True)
         first, second = decode_e4m3(first, dtype), decode_e4m3(second, dtype)
-    else:  # prmt groups the two first and the two second numbers of two pairs, so that cvt converts two at a time
+    else:  # `prmt` groups the first and the second numbers of two pairs, so that `cvt` converts two at a time
         asm: tl.constexpr = """
         {
             .reg .b32 both;
@@ -72,7 +73,7 @@ def encode_rows(x, dtype: tl.constexpr):
     """Quantize rows x [R, D] to e4m3 in `dtype`. Return the quantized rows and their scales [R].
 
     The scales are float32 values that bfloat16 represents exactly. A row that contains NaN or infinity gets an infinite
-    scale, so it never decodes to finite values.
+    scale, so the row never decodes to finite values.
     """
     x = x.to(tl.float32)
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # integers sort like magnitudes, with NaN at the top

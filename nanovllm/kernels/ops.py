@@ -1,7 +1,7 @@
 """The table of operations for CUDA. Importing this module requires Triton.
 
-A function with the name of an operation replaces its definition, and returns `NotImplemented` if no kernel is faster.
-Other functions are helpers, or are called by CUDA code.
+A function with the name of an operation replaces the definition of this operation. The function returns
+`NotImplemented` if no kernel is faster. Other functions are helpers, or are called by CUDA code.
 """
 
 import torch
@@ -38,7 +38,7 @@ from nanovllm.quantization.kernels.multiply_scaled import (
 )
 from nanovllm.quantization.kernels.packed_gemm import best_packed_split_k, dequantize_packed, packed_linear
 
-TINY_WEIGHTS, TINY_SPLIT_K = 2**20, 16  # splitting a small GEMM pays, though parts must be added
+TINY_WEIGHTS, TINY_SPLIT_K = 2**20, 16  # splitting a small GEMM saves time, although the parts must be added
 
 
 def linear(x, weight, bias=None):
@@ -91,7 +91,7 @@ def rms_norm(x, weight, eps):
 
 
 def store_kvcache(k, v, cache, slot_mapping):
-    """Store keys and values with `norm_rope_and_store`, angles of 0, and no norm weights."""
+    """Store keys and values with `norm_rope_and_store`, without norms and without rotation (angles of 0)."""
     cos = torch.ones(len(k), 1, 2, dtype=torch.float32, device=k.device)
-    cos_sin = torch.cat((cos, 0 * cos), 1)  # the kernel may read it early: an ordinary launch, torch.cat, follows
+    cos_sin = torch.cat((cos, 0 * cos), 1)  # the kernel may read it early: the next torch.cat is an ordinary launch
     norm_rope_and_store(torch.cat((k, v), 1), (None, None, 0.0, cos_sin), slot_mapping, cache)

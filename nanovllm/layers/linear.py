@@ -21,7 +21,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def _padded_rows(num_rows: int) -> int:
-    """Round up to the next size. All numbers up to 64 are sizes, then eight per power of two, at most 256 apart."""
+    """Round up to a multiple of 1 (up to 64), of 8 (up to 128), of 16 (up to 256), and so on, at most of 256."""
     step = 1 if num_rows <= 64 else min(256, 1 << ((num_rows - 1).bit_length() - 4))
     return -(-num_rows // step) * step
 

@@ -47,7 +47,7 @@ class Sampler(nn.Module):
         """Draw token ids [S] int32 from logits [S, shard]. Column 0 belongs to token `first_id`.
 
         temperatures: [S] float32.
-        seeds: [S, 2] int32, by default from PyTorch's generator.
+        seeds: [S, 2] int32; by default, PyTorch's generator draws them.
         positions: [S] int32.
         cutoffs: [S] int64, from `logit_cutoffs`. A token whose key is below its row's cutoff is not drawn.
         """
@@ -113,12 +113,12 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, quads: torch.Tens
     """Return standard Gumbel noise [N, 4] float32.
 
     A quad in `quads` [N] stands for the ids 4 * quad to 4 * quad + 3. Noise depends only on the seed, the position and
-    the token id. Philox gets the seed as its key and (token id // 4, position, 0, 0) as its counter, and word (token id
-    % 4) of the output becomes the noise.
+    the token id. Philox's key is the seed, and its counter is (token id // 4, position, 0, 0). Word (token id % 4) of
+    the output becomes the noise.
     """
     zero = torch.zeros_like(quads)
     words = philox((quads, positions.long(), zero, zero), (seeds.long() & _WORD).unbind(-1))
-    # in (0, 1); small values, which become large noise, keep all their digits
+    # in (0, 1); small numbers, which become large noise, are not rounded
     uniform = torch.stack(words, dim=-1).float().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
@@ -161,8 +161,8 @@ KEEPS_ALL = token_keys(*_LEAST_LIKELY).item()  # no token's key is below this cu
 class SamplingRows(NamedTuple):
     """The rows of the S sequences that get a token in this step.
 
-    Token ids are cached in the same blocks as keys and values, so penalties find the ids of a cached prefix, too. A
-    recomputed sequence writes its ids again.
+    Token ids are cached in the same blocks as keys and values, so penalties find the ids of a cached prefix, too. If a
+    sequence is recomputed, its ids are written again.
     """
 
     params: torch.Tensor  # [S, WIDTH] int32

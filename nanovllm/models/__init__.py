@@ -64,7 +64,7 @@ MODELS |= {
 def find_model_type(raw: dict, file: Path) -> str:
     """Return the key in MODELS for a config.json, by its `model_type` or else its `architectures`.
 
-    Raises ValueError if neither is supported.
+    Raises ValueError if neither entry is supported.
     """
     if (model_type := str(raw.get("model_type"))) in MODELS:
         return model_type
@@ -102,7 +102,7 @@ class ModelConfig:
     rms_norm_eps: float
     tie_word_embeddings: bool
     dtype: torch.dtype
-    rope_inv_freq: tuple[float, ...]  # angle per position, for each pair of rotated numbers of a head
+    rope_inv_freq: tuple[float, ...]  # angle per position, for each rotated pair of a head
     rope_scale: float  # a factor of cos and sin (YaRN)
     eos_token_ids: frozenset[int]
     # fields set by `read_config` of a family's class
@@ -116,8 +116,8 @@ class ModelConfig:
     hybrid: Any = None  # HybridConfig of delta_net/, if there are layers that keep a state
     vision: Any = None  # VisionConfig of vision/, if the engine takes images
     quantization: Any = None  # weight formats of linear layers: see quantization/
-    rope_long: tuple[tuple[float, ...], int] | None = None  # (`rope_inv_freq` of engines for longer sequences, length)
-    details: Any = None  # for a single family
+    rope_long: tuple[tuple[float, ...], int] | None = None  # (`rope_inv_freq` if sequences may be longer, length)
+    details: Any = None  # further fields of a single family
 
     @classmethod
     def read(cls, folder: Path, quantization: str | None = None, raw: dict | None = None) -> "ModelConfig":
@@ -195,7 +195,7 @@ class ModelConfig:
     def context_of_equal_cost(self) -> float:
         """The context length at which attention takes as much time as a layer's matmuls.
 
-        Per second, attention computes about two thirds as many operations as matmuls do.
+        Attention computes about two thirds as many operations per second as matmuls do.
         """
         if not self.attention_fraction:  # no layer attends to all tokens
             return inf
@@ -206,7 +206,7 @@ def read_rope(raw: dict, head_dim: int, file: Path) -> tuple[tuple[float, ...], 
     """Return ModelConfig's fields `rope_inv_freq`, `rope_scale`, `max_position_embeddings` and `rope_long`.
 
     Transformers 5 writes RoPE's settings to `rope_parameters`, and older versions to `rope_theta` and `rope_scaling`.
-    `rope_scaling` overrides it, because users add it to enable longer contexts.
+    `rope_scaling` overrides `rope_parameters`, because users add `rope_scaling` to enable longer contexts.
     """
     rope = {name: raw[name] for name in ("rope_theta", "partial_rotary_factor") if raw.get(name) is not None}
     for name in ("rope_parameters", "rope_scaling"):
@@ -238,7 +238,7 @@ def _eos_token_ids(file: Path, raw: dict, vocab_size: int) -> frozenset[int]:
 
 
 def dtype_in_use(wanted: str | torch.dtype, stored: torch.dtype, device: str, folder: Path) -> tuple[torch.dtype, str]:
-    """Return the dtype for the setting `dtype` and the checkpoint in `folder` and, with "auto", the reason."""
+    """Return the engine's dtype for the setting `dtype` (`wanted`) and, if the setting is "auto", the reason."""
     if wanted != "auto":
         name = str(wanted).removeprefix("torch.")
         check_choice("dtype", name, ("auto", *DTYPES))

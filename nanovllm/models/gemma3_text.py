@@ -55,7 +55,7 @@ class Gemma3DecoderLayer(nn.Module):
         return self.post_feedforward_layernorm(self.feed_forward(x, residual)), residual
 
     def feed_forward(self, x: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the output for x, which is the norm of `hidden_states`. Gemma 4 adds experts."""
+        """Return the MLP's output for x, the norm of `hidden_states`. Gemma 4 overrides this to add experts."""
         return self.mlp(x)
 
 

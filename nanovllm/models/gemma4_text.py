@@ -1,4 +1,7 @@
-"""Gemma 4: full layers have larger heads, and may use keys as values; values have a norm, and layers a factor."""
+"""Gemma 4: Gemma 3 with norms of values, and a factor for each layer.
+
+Layers without a window have larger heads, and may use their keys as values.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +37,7 @@ class Gemma4Attention(Qwen3Attention):
 
 
 class SharedCacheAttention(Gemma4Attention):
-    """Attends to the keys and values of an earlier layer, whose `attn` it gets."""
+    """Attends to the keys and values of an earlier layer. Both layers have the same `attn`."""
 
     def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding):
         super().__init__(config, rotary_emb, "q")
@@ -89,7 +92,7 @@ class Gemma4ForCausalLM(Gemma3ForCausalLM):
 
     @staticmethod
     def read_config(raw: dict, file: Path) -> dict:
-        # text attends causally with "vision", too
+        # with "vision", text also attends causally
         check_choice(f"{file}: use_bidirectional_attention", raw.get("use_bidirectional_attention"), (None, "vision"))
         fields = read_gemma(raw | {"use_bidirectional_attention": None}, file, 6)
         sizes = (*fields["details"].sizes[:-1], None)  # as in transformers, the last layer has no window

@@ -1,6 +1,6 @@
 """gpt-oss: a Llama with biases, attention sinks, windows in every other layer, and mixtures of experts.
 
-The experts have biases and a SwiGLU of their own (Activation), and are published in MXFP4.
+The experts have biases and a variant of SwiGLU (`Activation`). Published weights of experts are in MXFP4.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ from nanovllm.utils.merged_tensors import WHOLE
 
 
 class GptOssAttention(LlamaAttention):
-    """Each head has a sink: another score, whose key has no value (arXiv:2309.17453)."""
+    """Each head has a sink: an additional score in the softmax, without a value (arXiv:2309.17453)."""
 
     def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding, window: int | None):
         super().__init__(config, rotary_emb)
@@ -35,7 +35,7 @@ class GptOssForCausalLM(Qwen3ForCausalLM):
     layer_types = ("full_attention", "sliding_attention")
     packed_modules_mapping: ClassVar = Qwen3ForCausalLM.packed_modules_mapping | {"router": ("gate", WHOLE)}
     defaults: ClassVar = {
-        "torch_dtype": "bfloat16",  # published checkpoints do not name it
+        "torch_dtype": "bfloat16",  # published checkpoints do not name the dtype
         "head_dim": 64,
         "attention_bias": True,
         "rms_norm_eps": 1e-5,
@@ -59,7 +59,7 @@ class GptOssForCausalLM(Qwen3ForCausalLM):
 
     @staticmethod
     def read_config(raw: dict, file: Path) -> dict:
-        """Return the fields of ModelConfig. `details` has the window of each layer, or None."""
+        """Return the fields of ModelConfig. `details` contains each layer's window, or None for no window."""
         num_layers = raw["num_hidden_layers"]
         window = check_int(f"{file}: sliding_window", raw["sliding_window"], low=1)
         kinds = raw.get("layer_types") or ("sliding_attention", "full_attention") * num_layers

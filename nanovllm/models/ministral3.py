@@ -12,7 +12,7 @@ from nanovllm.models.llama import LlamaAttention, LlamaForCausalLM
 from nanovllm.utils.checks import check_choice, check_real
 from nanovllm.utils.nested_names import IMAGE_PREFIXES
 
-# of a config.json without an entry for it
+# `rope_parameters` if config.json has none
 ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1e6,

@@ -12,5 +12,5 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
         "norm_topk_prob": True,
-        "intermediate_size": 512,  # no layer has it
+        "intermediate_size": 512,  # no layer uses this size
     }

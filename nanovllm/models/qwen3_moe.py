@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 with mixtures of experts as feed-forward layers, except in layers that the config leaves dense."""
+"""Qwen3-MoE: Qwen3 with mixtures of experts as feed-forward layers, except in layers that the config declares dense."""
 
 from pathlib import Path
 

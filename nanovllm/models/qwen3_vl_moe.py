@@ -1,4 +1,4 @@
-"""Qwen3-VL with mixtures of experts: Qwen3-MoE with a vision tower. Its experts may be stored transposed."""
+"""Qwen3-VL with mixtures of experts: Qwen3-MoE with a vision tower. Checkpoints may store the experts transposed."""
 
 from collections.abc import Callable
 from functools import partial

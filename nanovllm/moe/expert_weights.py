@@ -27,7 +27,8 @@ def split_experts(loaders: dict[str, tuple[Callable, list[int]]], model: nn.Modu
 def load_alternating(load: Callable, name: str, stack: Any) -> torch.Tensor | None:
     """Load a stack of weights [experts, inputs, outputs] or biases [experts, outputs], unless it is quantized.
 
-    Outputs of gate and up alternate. `load` takes the stack in this package's layout: see Experts.
+    In such a stack, the outputs of the gate and up projections alternate. See Experts for this package's layout, in
+    which `load` takes the stack.
     """
     if callable(stack) or not name.endswith(("_proj", "_proj_bias")):
         return load(stack)

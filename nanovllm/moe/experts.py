@@ -54,7 +54,7 @@ class GatedActivation(nn.Module):
 class ExpertsFormat:
     """The weight format of `Experts`.
 
-    This class keeps the dtype of activations; quantization/ defines formats of 8 and 4 bits.
+    In this class, weights have the dtype of the activations. quantization/ defines formats with 8 and 4 bits.
     """
 
     # suffix of a checkpoint's tensor of one expert -> suffix of the stacked parameter that contains it
@@ -67,16 +67,16 @@ class ExpertsFormat:
         return getattr(experts, name)[index]
 
     def stacks(self, experts: "Experts") -> tuple[Any, Any]:
-        """Return the stacked weights of gate_up and down in the form that kernels expect."""
+        """Return the stacked weights of the gate_up and down projections in the form that kernels expect."""
         return experts.gate_up_proj, experts.down_proj
 
 
 class Experts(nn.Module):
     """This rank's part of the experts, with stacked weights.
 
-    Each expert is a SwiGLU network, divided over the ranks. Shared experts come last in the stacks. Checkpoints name
-    shared experts differently, so other modules load them through views of the stacks. With `config.expert_parallel`,
-    each rank has the same number of whole experts, and no shared experts.
+    Each expert is a gated feed-forward network, which is divided over the ranks. Shared experts come last in the
+    stacks. Checkpoints name shared experts differently, so other modules load them through views of the stacks. With
+    `config.expert_parallel`, each rank has the same number of whole experts, and no shared experts.
     """
 
     uses_cuda_graphs = False  # the host reads how many tokens each expert has
@@ -85,7 +85,7 @@ class Experts(nn.Module):
         super().__init__()
         tp = get_construction().tp
         self.num_experts, self.hidden_size, self.size = config.num_experts, hidden_size, config.intermediate_size
-        # either the experts or their inner size is divided over the ranks; the other is divided over a single rank
+        # the ranks divide either the experts or the experts' inner size; each rank has all of the other
         self.expert_tp = tp if config.expert_parallel else TensorParallel()
         self.size_tp = TensorParallel() if config.expert_parallel else tp
         self.num_local = self.expert_tp.shard_size("experts", self.num_experts)
@@ -119,7 +119,10 @@ class Experts(nn.Module):
         }
 
     def shard(self, shard_id: int) -> Shard:
-        """Return this rank's shard of one expert's weight: gate or up [size, hidden], or down [hidden, size]."""
+        """Return this rank's shard of a single expert's weight.
+
+        The weights of gate_proj and up_proj are [size, hidden], and the weight of down_proj is [hidden, size].
+        """
         if shard_id == DOWN:
             return Shard((self.hidden_size, self.size), columns=self.size_tp.local_slice(self.size))
         first_row = shard_id * self.local_size
@@ -141,7 +144,7 @@ class Experts(nn.Module):
         return target
 
     def _load_down(self, target: torch.Tensor, weight, *expert_and_shard_id: int) -> torch.Tensor | None:
-        """Load the down weights of all experts, [experts, hidden, size], or of one expert."""
+        """Load the down projection's weights of all experts, [experts, hidden, size], or of one expert."""
         if expert_and_shard_id:
             return self._load_one(target, weight, *expert_and_shard_id)
         weight = check_shape(weight, (self.num_experts, self.hidden_size, self.size))
@@ -152,7 +155,7 @@ class Experts(nn.Module):
     def _load_down_bias(self, target: torch.Tensor, weight) -> torch.Tensor:
         weight = check_shape(weight, (self.num_experts, self.hidden_size))
         target.copy_(weight[self.first_expert : self.first_expert + self.num_local])
-        return target if self.size_tp.rank == 0 else target.zero_()  # the sum over ranks must contain it once
+        return target if self.size_tp.rank == 0 else target.zero_()  # the sum over ranks must contain the bias once
 
     def _load_one(self, stacked: torch.Tensor, weight, expert: int, shard_id: int) -> torch.Tensor | None:
         """Load one expert's weight. Return the loaded part of the stack, or `None` if another rank has the expert."""

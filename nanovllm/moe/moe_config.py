@@ -8,7 +8,7 @@ from typing import NamedTuple
 class Activation(NamedTuple):
     """The activation of an expert: gate * sigmoid(alpha * (gate + cubic * gate^3)) * (up + shift).
 
-    With a limit, gate is first lowered to at most `limit`, and up is brought between -limit and limit.
+    With a limit, first clamp `gate` to at most `limit`, and clamp `up` to the range from -limit to limit.
     """
 
     alpha: float = 1.0

@@ -1,1 +1,1 @@
-"""Embeddings, relevance scores and classes of texts: a step computes vectors instead of tokens. docs/embeddings.md."""
+"""Embeddings, relevance scores and classes of texts: steps compute vectors, not tokens. See docs/embeddings.md."""

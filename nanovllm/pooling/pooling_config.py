@@ -16,7 +16,7 @@ POOLING_MODES = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 OLD_MODE_PREFIX = "pooling_mode_"  # `pooling_mode_lasttoken: true` is an older form of `pooling_mode: "lasttoken"`
 ACTIVATIONS = {"Sigmoid": "sigmoid", "Softmax": "softmax", "Identity": "identity"}
 PROBLEM_ACTIVATIONS = {"regression": "identity", "multi_label_classification": "sigmoid"}
-ANSWERS = ("no", "yes")  # of Qwen3-Reranker
+ANSWERS = ("no", "yes")  # Qwen3-Reranker's answers: irrelevant, relevant
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,11 @@ class PoolingConfig:
     """How an engine with one of the tasks "embed", "score" and "classify" computes a vector from a text.
 
     num_values: the size of the vector that a step computes for a text: the hidden size, or the number of logits.
-    mode: "last", "mean" or "cls": the hidden state of the last token, the mean of all, or that of the first token.
+    mode: "last" uses the hidden state of the last token, "cls" the first token's, and "mean" the mean over all tokens.
     normalize: whether embeddings are divided by their Euclidean norm by default.
     activation: maps logits to scores or probabilities: "sigmoid", "softmax" or "identity".
     labels: the names of the classes, or () for embeddings.
-    token_ids: the tokens whose logits score a text: (irrelevant, relevant), or only the second. If it is (), the
+    token_ids: the tokens whose logits score a text: (irrelevant, relevant), or only the second. If there are none, the
         checkpoint has a classification head, or the task is "embed".
     prompts: texts to put before a text, by name, from `config_sentence_transformers.json`.
     default_prompt_name: the prompt of texts for which no name is given.
@@ -55,7 +55,7 @@ def find_pooling_task(folder: Path) -> str:
 
 
 def read_pooling_config(folder: Path, tokenizer: Path, task: str, model: "ModelConfig") -> PoolingConfig:
-    """Read the settings of a checkpoint for `task`. Raises a ValueError that names the file if they are unsupported."""
+    """Read the settings of a checkpoint for `task`. Raises ValueError with the file for unsupported settings."""
     file = folder / "config.json"
     raw = read_json(file)
     if raw.get("use_bidirectional_attention") or raw.get("is_causal") is False:
@@ -116,7 +116,7 @@ def _read_embedding(folder: Path, modules: dict[str, Path], raw: dict) -> dict[s
 
 
 def _answer_ids(tokenizer: Path, modules: dict[str, Path], vocab_size: int) -> tuple[int, ...]:
-    """Return the ids of the tokens for irrelevant and relevant, or of the latter only."""
+    """Return the ids of the tokens that mean irrelevant and relevant, or only the second id."""
     if "LogitScore" in modules:
         entries = read_json(file := modules["LogitScore"] / "config.json")
         found = [entries.get("false_token_id"), entries.get("true_token_id")]
@@ -138,7 +138,7 @@ def _is_classifier(raw: dict) -> bool:
 
 
 def _labels(raw: dict, file: Path) -> tuple[str, ...]:
-    """Return the names of the classes. As in transformers, there are two unless config.json says otherwise."""
+    """Return the names of the classes. As in transformers, the default is two classes."""
     names = raw.get("id2label") or {i: f"LABEL_{i}" for i in range(raw.get("num_labels") or 2)}
     try:
         return tuple(str(names[key]) for key in sorted(names, key=int))  # the file sorts its keys as texts
@@ -147,7 +147,7 @@ def _labels(raw: dict, file: Path) -> tuple[str, ...]:
 
 
 def _modules(folder: Path) -> dict[str, Path]:
-    """Return the folder of each module in `modules.json`, if any, by the name of its class in sentence-transformers."""
+    """Return the folder of each module in `modules.json`, if any, by the module's class in sentence-transformers."""
     file = folder / "modules.json"
     try:
         modules = json.loads(file.read_bytes()) if file.is_file() else []

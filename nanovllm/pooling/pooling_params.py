@@ -16,8 +16,8 @@ class PoolingParams:
     """The parameters of a request for an embedding, a score or classes.
 
     dimensions: the number of leading values of an embedding to keep (Matryoshka embeddings); by default all.
-    normalize: divide an embedding by its Euclidean norm, after it was shortened; by default as the checkpoint says.
-    use_activation: return scores or probabilities. If it is False, return logits.
+    normalize: divide an embedding by its Euclidean norm, after shortening it. The default is the checkpoint's setting.
+    use_activation: return scores or probabilities. If False, return logits.
     """
 
     dimensions: int | None = checked(None, check_int, low=1)

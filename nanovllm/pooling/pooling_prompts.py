@@ -63,9 +63,10 @@ def pair_prompt(
 ) -> TokensPrompt:
     """Return the prompt that scores a document for a query.
 
-    The text comes from `template`, which contains `{query}`, `{document}` and, if needed, `{instruction}`. By default,
-    it comes from the checkpoint's chat template, if the template knows the roles "query" and "document", or from
-    RERANKER_TEMPLATE for RERANKER_FAMILIES. For other checkpoints, the tokenizer joins the two texts.
+    The text comes from `template`, which contains `{query}`, `{document}` and, if needed, `{instruction}`. Without
+    `template`, the text comes from the checkpoint's chat template if that template has the roles "query" and
+    "document", otherwise from RERANKER_TEMPLATE for RERANKER_FAMILIES. For other checkpoints, the tokenizer joins the
+    two texts.
     """
     tokenizer = processor.tokenizer
     if template is None and _has_roles(tokenizer):
@@ -80,7 +81,7 @@ def pair_prompt(
             raise ValueError(f"instruction={instruction!r:.80}: the text of a query and a document has no place for it")
         if template is None:
             if len(query) + len(document) > LONG_TEXT:
-                processor.encode(query + document, add_special_tokens=False)  # a server refuses what is too long
+                processor.encode(query + document, add_special_tokens=False)  # a server refuses texts that are too long
             with processor.tokenizer_lock:
                 return {"prompt_token_ids": tokenizer(query, document)["input_ids"]}
         instruction = RERANKER_INSTRUCTION if instruction is None else instruction

@@ -15,7 +15,7 @@ from nanovllm.requests.request import Prompt, Request
 
 
 class PoolingRequest(Request):
-    index = 0  # as of a CompletionRequest
+    index = 0  # like `CompletionRequest.index`
     group: list[Any]
 
     def __init__(
@@ -70,6 +70,6 @@ def pooling_request(
 def pooling_requests(
     processor: InputProcessor, prompts: Iterable[Prompt], params: PoolingParams, priority: Iterable[int]
 ) -> list[PoolingRequest]:
-    """Make a request for each text, whose outputs are complete."""
+    """Make a request for each text. Each request outputs only its final result."""
     kind = OutputKind.FINAL_ONLY
     return [pooling_request(processor, prompt, params, kind, p) for prompt, p in zip(prompts, priority)]

@@ -29,7 +29,7 @@ class PendingVectors(PendingStep):
 
 
 class EmbeddingHead(nn.Module):
-    """Takes the place of a model's output head, and keeps the hidden states [S, hidden_size], in float32."""
+    """Replaces a model's output head, and returns the hidden states [S, hidden_size] in float32."""
 
     first_id = 0  # for the Sampler, which never runs
 
@@ -112,7 +112,7 @@ class PoolingRunner(BatchRunner):
             self.partial_vectors = torch.zeros(size, dtype=torch.float32, device=self.device)
 
     def run_batch(self, batch: DeviceBatch) -> tuple[torch.Tensor, SamplerInput]:
-        """Run the model. Pool the hidden states that are returned with the sampled rows: [S, hidden_size]."""
+        """Run the model. Unless the mode is "last", give pooled vectors [S, hidden_size] to the head of the task."""
         hidden_states, x = super().run_batch(batch)
         if self.config.pooling.mode != "last":
             x = x._replace(hidden_states=self.pool(hidden_states, batch))
@@ -121,8 +121,8 @@ class PoolingRunner(BatchRunner):
     def pool(self, hidden_states: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
         """Add a step's hidden states [T, hidden_size] to the table.
 
-        Return the vectors of the sampled rows, in float32. The vector is the mean of all hidden states of a prompt, or
-        the first one.
+        Return the vectors of the sampled rows, in float32. A vector is the mean of all hidden states of a prompt, or
+        the first hidden state.
         """
         starts, lengths, rows = batch.cu_seqlens_q, batch.context_lens, batch.state_rows[1].long()
         is_first_chunk = (lengths == starts.diff()).unsqueeze(1)
@@ -136,8 +136,8 @@ class PoolingRunner(BatchRunner):
         return vectors[sampled] if self.config.pooling.mode == "cls" else vectors[sampled] / lengths[sampled, None]
 
     def sample_and_accept(self, x: SamplerInput) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute vectors [S, N]. Return their bits as int32, as a step's results."""
-        # only the logits of tokens may be scaled by the family
+        """Compute vectors [S, N]. Return the vectors' bits as int32, which are the step's results."""
+        # `compute_logits` may scale logits, which the family defines only for logits of tokens
         head = self.model.compute_logits if self.config.pooling.token_ids else self.model.lm_head
         results = head(x.hidden_states).contiguous().view(torch.int32)
         return results, results

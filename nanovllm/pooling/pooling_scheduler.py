@@ -34,11 +34,11 @@ class PoolingScheduler(Scheduler):
     """A scheduler that ends a sequence when its vector has arrived. No step decodes.
 
     The next step may use the blocks of a prompt that this step completes, because the device runs steps in order. So a
-    full step of short prompts can follow another before its vectors have arrived.
+    full step of short prompts can be launched before the vectors of the previous step have arrived.
     """
 
     def schedule(self, prompts_first: bool = False) -> ScheduledStep | None:
-        for seq in [*self.running.values()]:  # the previous step completes these
+        for seq in [*self.running.values()]:  # the previous step completes these prompts
             self.release(seq)
             seq.status = SequenceStatus.WAITING
         return super().schedule(prompts_first=True)
@@ -49,7 +49,7 @@ class PoolingScheduler(Scheduler):
         step.add_sampled(seq)
 
     def postprocess(self, step: ScheduledStep, result: PooledResult) -> Collection[Sequence]:  # type: ignore[override]
-        """Give each sequence its vector, and end it. Return the sequences that ended."""
+        """Give each sequence its vector, and end the sequence. Return the sequences that ended."""
         arrived = [(seq, x) for seq, x in zip(step.sampled_seqs, result.vectors) if seq.finish_reason is None]
         for seq, vector in arrived:
             assert isinstance(seq, PooledSequence)

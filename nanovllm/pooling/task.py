@@ -1,4 +1,4 @@
-"""Finds what a checkpoint was made for."""
+"""Finds the task for which a checkpoint was made."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

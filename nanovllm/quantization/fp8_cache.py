@@ -1,9 +1,9 @@
 """A KV cache in FP8 (e4m3). An FP8 cache stores nearly twice as many tokens as a bfloat16 cache of the same size.
 
-For each token and head, the key has a scale, and the value has a scale. A scale depends only on the key or value that
-it scales, so the cache needs no calibration. What is stored for a token does not depend on other tokens, on chunks of
-the prompt, or on the number of ranks. Attention always reads the cache, even in the step that stores a token. So a
-prefix hit, a preemption or a copy of blocks does not change an answer.
+For each token and head, the key has a scale, and the value has a scale. A scale depends only on its key or value, so
+the cache needs no calibration. The quantization of a token does not depend on other tokens, on chunks of the prompt, or
+on the number of ranks. Attention always reads the cache, even in the step that stores a token. So a prefix hit, a
+preemption or a copy of blocks does not change an answer.
 
 With heads of dimension 128, a key, its value and their scales (`kernels/e4m3.py`) take 260 bytes, compared
 with 512 bytes in bfloat16.
@@ -37,7 +37,7 @@ class FP8KVCache(KVCache):
 
     @staticmethod
     def tensors(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return uint8, because PyTorch can't copy rows of float8 on every device."""
+        """Return (values, scales). Values are uint8, because PyTorch can't copy rows of float8 on every device."""
         _, layers, blocks, block_size, kv_heads, _ = shape
         scales = torch.empty((1, layers, blocks, kv_heads, block_size), dtype=torch.int32, device="meta")
         return torch.empty(shape, dtype=torch.uint8, device="meta"), scales

@@ -1,7 +1,7 @@
 """Implements linear layers with FP8 weights and FP8 activations (W8A8) on GPUs with FP8 units.
 
-A single row is not quantized, because reading the weights limits the speed of its matmul. Several rows are quantized in
-the kernel of the preceding norm or activation, or in a separate kernel if there is no such kernel.
+A single row is not quantized, because reading the weights limits the speed of the row's matmul. Several rows are
+quantized in the kernel of the preceding norm or activation if there is one, otherwise in a separate kernel.
 """
 
 from functools import cache
@@ -25,7 +25,7 @@ class FP8Linear(ScaledLinear):
     """A format that quantizes rows, unless the preceding kernel has quantized them."""
 
     max_split_k_rows = 160  # up to this many rows, a split GEMM with few output tiles is faster than the library
-    min_rows = 2  # fewer rows are not quantized: for one row, reading the weights is the limit
+    min_rows = 2  # a single row is not quantized, because reading the weights limits its speed
 
     def __init__(self, layer: LinearBase, scheme: QuantScheme):
         super().__init__(layer, scheme)
@@ -69,7 +69,7 @@ class FP8Linear(ScaledLinear):
         return (self._quantized(x), self.values, self.scales) if self.group == self.block.rows == 128 else None
 
     def _swiglu(self, layer: LinearBase, rows: ops.QuantizedRows, act: "FP8SiluAndMul") -> Any:
-        """Compute the matmul and the activation in one kernel, or return NotImplemented if there is none."""
+        """Compute the matmul and the activation in one kernel, or return NotImplemented if no kernel does."""
         if variant.get() or layer.bias is not None or act.consumer.group != ops.SWIGLU_GROUP:
             return NotImplemented
         return ops.swiglu_quantize(rows, self.values, self.scales)
@@ -92,7 +92,7 @@ class FP8Linear(ScaledLinear):
             scale_a=x.scales,
             scale_b=self.scales.t(),
             out_dtype=x.dtype,
-            use_fast_accum=self.block.rows == 1,  # blocks are added in float32
+            use_fast_accum=self.block.rows == 1,  # sums of blocks are added in float32
         )[: len(x)]
         if bias is not None:
             y += bias

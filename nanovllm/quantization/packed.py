@@ -131,7 +131,7 @@ class PackedWeight:
     """The parameters of a layer's 4-bit weight, with loaders.
 
     `parameters` maps the checkpoint's name of each tensor to a parameter. `select` is as in ScaledWeight. Raise
-    ValueError if this rank's inputs begin or end within a group.
+    ValueError if the border between two ranks' inputs cuts a group.
     """
 
     advice = "use fewer ranks"  # in this error
@@ -184,7 +184,7 @@ class PackedWeight:
         return made
 
     def _quantize(self, _: torch.Tensor, weight, *arguments) -> torch.Tensor | None:
-        """Quantize a shard of a 16-bit weight, and return its scales."""
+        """Quantize a shard of a 16-bit weight, and return the shard's scales."""
         if (selected := self.select(*arguments)) is None:
             return None
         shard, index = selected

@@ -1,4 +1,4 @@
-"""Linear layers and mixtures of experts with 4-bit weights that multiply in the dtype of the activations (W4A16)."""
+"""Linear layers and mixtures of experts with 4-bit weights and matmuls in the dtype of the activations (W4A16)."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -59,13 +59,13 @@ class QuantConfig:
 
     @property
     def quantizes(self) -> bool:
-        """Return whether weights that are not quantized can be loaded, to be quantized then."""
+        """Return whether the loader can quantize unquantized weights."""
         return all(scheme.quantizes for _, scheme in self.groups)
 
     def own_name(self, name: str) -> str:
         """Return the model's name for a tensor.
 
-        Some checkpoints name the only scale of a weight as if it had blocks.
+        Some checkpoints use the name of block scales, `weight_scale_inv`, for the single scale of a weight.
         """
         has_one_scale = self.groups[0][1].scale_name == "weight_scale"
         return name.removesuffix("_inv") if has_one_scale and name.endswith(".weight_scale_inv") else name
@@ -79,7 +79,7 @@ class QuantConfig:
         return next(found, None)
 
     def prepare(self, model: nn.Module, device: torch.device) -> None:
-        """Set the format of each linear layer and mixture of experts in `model`. Allocate their weights on `device`."""
+        """Set the formats of linear layers and mixtures of experts in `model`. Allocate these weights on `device`."""
         if device.type == "cpu":
             logger.warning(
                 "quantization: on a CPU, %s weights are slower than 16 bits: each step dequantizes them", self.name

@@ -1,7 +1,7 @@
 """Stores, loads and quantizes weights that consist of 8-bit values and block scales.
 
-A matrix [N, K] has values [N, K]. Each block of `rows` x `columns` values shares a float32 scale, so the scales are
-[N / rows, K / columns].
+A matrix [N, K] is stored as values [N, K]. Each block of `rows` x `columns` values shares a float32 scale, so the
+scales are [N / rows, K / columns].
 """
 
 import math
@@ -43,8 +43,8 @@ class QuantScheme:
     def local_block(self, shards: list[Shard], columns: int) -> Block:
         """Return the largest block size for this rank's shards such that no block crosses the border of a shard.
 
-        Both sides of a block are powers of two, unless the block spans whole rows. If a border between
-        ranks cuts a block of the checkpoint, several smaller blocks get copies of that block's scale.
+        Both sides of a block are powers of two, unless the block spans whole rows. If a border between ranks cuts a
+        block of the checkpoint, several smaller blocks get copies of that block's scale.
         """
         if self.block_columns is not None:
             columns = power_of_two(self.block_columns, columns)
@@ -154,7 +154,7 @@ class ScaledWeight:
         return callable(weight) or isinstance(weight, torch.Tensor) or self.scheme.scale_name is None
 
     def quantize_shard(self, weight: torch.Tensor, shard: Shard, index: tuple[int, ...]) -> torch.Tensor:
-        """Quantize a whole weight, because a block may exceed a shard. Copy the shard, and return its scales."""
+        """Quantize a whole weight, because a block may exceed a shard. Copy the shard, and return the copied scales."""
         # always on this device, because CUDA may round quotients differently than a CPU
         values, scales = self.scheme.quantize(weight.to(self.values.device))
         shard.copy(self.values[index], values)

@@ -1,4 +1,4 @@
-"""Linear layers with 8-bit weights that multiply in the dtype of the activations (W8A16)."""
+"""Linear layers with 8-bit weights and matmuls in the dtype of the activations (W8A16)."""
 
 from typing import Any
 

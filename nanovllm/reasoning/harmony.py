@@ -25,13 +25,13 @@ CHANNEL = re.compile(r"<\|channel\|>\s*([^\s<]+)")
 
 
 def is_analysis(header: str) -> bool:
-    """Return whether the message is reasoning. Models write some calls of functions in the channel of the reasoning."""
+    """Return whether a message is reasoning. A function call is not, although models write some calls in `analysis`."""
     channel = CHANNEL.search(header)
     return channel is not None and channel[1] == "analysis" and "to=functions." not in header
 
 
 class HarmonyMarkers:
-    """The control tokens of a vocabulary. Texts that spell them in other tokens have no effect."""
+    """The control tokens of a vocabulary. Other tokens that spell the same texts have no effect."""
 
     begin_id = None
     texts = CONTROLS
@@ -54,9 +54,9 @@ class HarmonyMarkers:
 
 
 class HarmonyReasoning(Reasoning):
-    """The state of an answer's reasoning, which ends with the header of the first message that is not analysis.
+    """The state of an answer's reasoning. The reasoning ends with the header of the first message that is not analysis.
 
-    header: of the current message, as token ids. After the reasoning, it no longer changes.
+    header: the token ids of the current message's header, which do not change after the reasoning.
     is_body: whether the header of the current message is complete.
     """
 
@@ -89,7 +89,7 @@ class HarmonyReasoning(Reasoning):
                 self.header += (token_id,)
 
     def forced_id(self, budget: int) -> int | None:
-        """Return as Reasoning does, but let a header that the model has begun by itself end in its own way."""
+        """Return the same as `Reasoning.forced_id`, but None if the model itself has begun the current header."""
         end_ids, num_over = self.markers.end_ids, self.num_thoughts - budget
         if self.is_body:
             return end_ids[0] if num_over >= 0 else None

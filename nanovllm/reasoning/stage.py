@@ -92,7 +92,7 @@ class Reasoning:
             self.take_text(self.markers.token_bytes[token_id])
 
     def forced_id(self, budget: int) -> int | None:
-        """Return the next token of the end marker if more than `budget` tokens of reasoning would follow, else None."""
+        """Return the next token of the end marker if `num_thoughts` has reached `budget`, else None."""
         end_ids, num_over = self.markers.end_ids, self.num_thoughts - budget
         return end_ids[num_over % len(end_ids)] if num_over >= 0 else None
 
@@ -129,8 +129,8 @@ class Reasoning:
 def _begins_or_ends_turn(token: Any) -> bool:
     """Return whether an added token may separate the turns of a conversation.
 
-    Other added tokens, such as `<tool_call>`, may occur inside reasoning. DeepSeek does not mark all of its separators
-    as special, so every token that contains a bar counts as a separator, too.
+    Other added tokens, such as `<tool_call>`, may occur inside reasoning. DeepSeek does not mark all separators as
+    special, so every token that contains a bar also counts as a separator.
     """
     return bool(token.content.strip()) and (token.special or any(bar in token.content for bar in "|\uff5c"))
 

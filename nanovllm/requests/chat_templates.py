@@ -1,7 +1,7 @@
 """Determines which forms of messages a chat template reads, and converts conversations to these forms.
 
-Clients send content as text, as a list of parts, or not at all. They send the arguments of tool calls as text. Only the
-source code of a template shows which forms it supports.
+Clients send content as text, as a list of parts, or not at all. Clients send the arguments of tool calls as text. Only
+the source code of a template shows which forms it supports.
 """
 
 import json
@@ -33,7 +33,7 @@ class TemplateForms(NamedTuple):
     arguments_text: the template needs a tool call's arguments as text. Otherwise, the arguments become an object.
     roles: the names with which the template compares a message's role.
     reasoning: the names under which the template reads the reasoning.
-    is_harmony: the template refuses a call with both reasoning and content. Both then become reasoning.
+    is_harmony: the template refuses messages with reasoning, content and tool calls. Their content becomes reasoning.
     """
 
     content_parts: bool = False

@@ -54,10 +54,10 @@ def _byte_level_bytes(token: str) -> bytes:
 class Detokenizer:
     """Decodes the text of an answer in time linear in its length.
 
-    The text is `decode(prompt + answer)` without its prefix `decode(prompt)`. `decode` is the tokenizer's method
-    without `clean_up_tokenization_spaces`. The tokens' bytes form a UTF-8 stream, so a character becomes text when its
-    last byte arrives. Invalid bytes become U+FFFD. (SentencePiece's `decode` also replaces valid bytes that are next to
-    invalid bytes.)
+    The text is `decode(prompt + answer)` without its prefix `decode(prompt)`. `decode` is the tokenizer's method,
+    called without `clean_up_tokenization_spaces`. The tokens' bytes form a UTF-8 stream, so a character becomes text
+    when its last byte arrives. Invalid bytes become U+FFFD. SentencePiece's `decode` differs: it also replaces valid
+    bytes next to invalid bytes.
     """
 
     def __init__(self, token_ids: list[int], num_prompt_tokens: int, token_bytes: TokenBytes):

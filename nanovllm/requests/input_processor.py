@@ -40,12 +40,12 @@ class InputProcessor:
         self.policy: SchedulingPolicy = FCFS()
         if config.scheduling_policy != "fcfs":
             self.policy = make_policy(config.scheduling_policy)
-        self._features = dict(FEATURES)  # features registered later are for later engines
+        self._features = dict(FEATURES)  # features that are registered later apply to later engines
         self.token_bytes = TokenBytes(tokenizer, skip_special_tokens=True)
         self.all_token_bytes = TokenBytes(tokenizer, skip_special_tokens=False)  # also for log-probabilities
         self.tokenizer_lock = threading.RLock()  # because the tokenizer is not thread-safe
         self.grammars: Any = None  # made for the first request with `structured_outputs`
-        self.adapters: Any = None  # an AdapterRegistry, if this process has the model, and with `enable_lora`
+        self.adapters: Any = None  # with `enable_lora`, an AdapterRegistry in the process with the model
         self.reasoning_markers: dict[Any, Any] = {}  # by format, for requests with a `reasoning_parser`
         self._seed = secrets.randbits(64) if config.seed is None else config.seed
         # an iterator, because `next` is atomic: a signal handler may interrupt a thread here and add a request
@@ -53,7 +53,7 @@ class InputProcessor:
 
     @property
     def num_requests(self) -> int:
-        """How many requests have been made so far. All request ids are below this."""
+        """How many requests have been made so far. All request ids are below this number."""
         return MAX_REQUESTS - operator.length_hint(self._unused_ids)
 
     @cached_property
@@ -110,7 +110,7 @@ class InputProcessor:
         template_arguments: Mapping | None = None,
         priority: int = 0,
     ) -> CompletionRequest:
-        """Make a request for one prompt. `index` is its position in the caller's list."""
+        """Make a request for one prompt. `index` is the prompt's position in the caller's list."""
         check_task(self.config, "generate")
         priority = self.check_priority(priority)
         params = self.default_sampling_params() if params is None else params
@@ -149,7 +149,7 @@ class InputProcessor:
         return requests
 
     def check_priority(self, priority: int) -> int:
-        """Return the priority as a Python integer. Raises TypeError or ValueError if it is invalid."""
+        """Return the priority as a Python integer. Raises TypeError or ValueError if the priority is invalid."""
         priority = check_int("priority", priority, low=-MAX_PRIORITY, high=MAX_PRIORITY)
         if priority and type(self.policy) is FCFS:
             raise ValueError(f"priority={priority}: must be 0 with scheduling_policy='fcfs'; set it to 'priority'")
@@ -165,7 +165,7 @@ class InputProcessor:
             seq.set_order(priority_key)
 
     def tokenize(self, prompt: Prompt, template_arguments: Mapping | None = None) -> tuple[str | None, list[int], Any]:
-        """Return the prompt's text (None for token ids), its token ids, and its PromptImages (None if it has none)."""
+        """Return the prompt's text (None if it is unknown), token ids, and PromptImages (None without images)."""
         if not isinstance(template_arguments, Mapping | None):
             raise TypeError(f"chat_template_kwargs={template_arguments!r:.80}: must be a dict")
         text: str | None = None

@@ -23,7 +23,7 @@ def as_prompts(prompts) -> list:
 
 
 def as_priorities(priority: Any, num_prompts: int) -> list:
-    """Return the priority of each prompt, unchecked. Without `priority`, each is 0."""
+    """Return the priority of each prompt without checking it. If `priority` is None, all priorities are 0."""
     if priority is None:
         return [0] * num_prompts
     if (priorities := as_list(priority)) is None:
@@ -123,7 +123,7 @@ def read_text_prompt(
 
 
 def render_chat(tokenizer, messages: list[Message], template_arguments: Mapping) -> str:
-    """Render a conversation with the chat template. Raises ValueError if it fails or content is not text."""
+    """Render a conversation with the chat template. Raises ValueError if the template fails or content is not text."""
     if not is_conversation(messages):
         raise _not_a_conversation(messages)
     arguments = {"add_generation_prompt": True} | dict(template_arguments) | {"tokenize": False}
@@ -132,7 +132,7 @@ def render_chat(tokenizer, messages: list[Message], template_arguments: Mapping)
         from nanovllm.requests.chat_templates import forms_of  # jinja2 takes a tenth of a second to import
 
         forms = forms_of(template)
-    except Exception as error:  # the tokenizer has no template, or none of this name
+    except Exception as error:  # the tokenizer has no template, or no template of this name
         raise _template_fails(messages, error) from error
     converted = [forms.message(message) for message in messages]
     try:

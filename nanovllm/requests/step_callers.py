@@ -9,7 +9,7 @@ from nanovllm.engine.outputs import OutputCollector, OutputKind, StepOutput
 class StepCallers:
     """Manages one collector for each thread that adds requests.
 
-    `step` returns the outputs of these requests to the thread.
+    `step` returns the outputs of a thread's requests to this thread.
     """
 
     def __init__(self, engine_thread: EngineThread):
@@ -24,7 +24,7 @@ class StepCallers:
                 if not known_thread.is_alive() and self._engine_thread.is_finished(collector):
                     self.collectors.pop(known_thread, None)
                     self._step_callers.discard(known_thread)
-            # it never wants steps, because its caller asks for each one
+            # this collector never wants steps, because its caller asks for each step
             self.collectors[thread] = OutputCollector(OutputKind.TOKENS, max_steps_ahead=0)
         return self.collectors[thread]
 

@@ -7,7 +7,7 @@ from nanovllm.engine.outputs import Logprob, Record
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StreamEvent(Record):
-    """The next piece of one answer. Only the last event of an answer has a `finish_reason`.
+    """The next piece of an answer. Only the last event of an answer has a `finish_reason`.
 
     index: the prompt's position in the caller's list.
     output_index: the answer's index among the `n` answers to its prompt.

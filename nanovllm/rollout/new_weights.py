@@ -37,19 +37,19 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 def load_weights(llm: "LLMEngine", weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Replace some or all weights of a running engine with tensors from any device, and empty the prefix cache.
 
-    `weights` yields (name, tensor) pairs as in a checkpoint or in the transformers model's state dict, neither merged
-    nor split over ranks. An engine with 8-bit weights accepts 8-bit values with scales, as in its checkpoint. Such an
-    engine also accepts unquantized tensors, and quantizes them. An engine with a 4-bit checkpoint accepts no weights;
-    an engine with `quantization="int4"` accepts unquantized tensors. The caller's thread iterates over `weights`, so a
-    generator that creates one tensor at a time needs memory for only one tensor.
+    `weights` yields (name, tensor) pairs as in a checkpoint or in the transformers model's state dict. Tensors must not
+    be merged or split over ranks. An engine with 8-bit weights accepts 8-bit values with scales, in the format of its
+    checkpoint. Such an engine also accepts unquantized tensors, and quantizes them. An engine with a 4-bit checkpoint
+    accepts no weights; an engine with `quantization="int4"` accepts unquantized tensors. The caller's thread iterates
+    over `weights`, so a generator that creates one tensor at a time needs memory for only one tensor.
 
     Raises UnavailableError if there are requests and the engine is not paused, or if the weights are asleep. New
     requests raise UnavailableError until this function returns.
 
     Each tensor is checked before it is written. Raises TypeError if a value is not a tensor. Raises a ValueError that
-    names the tensor if the model has no such tensor, or if it has a wrong shape, a wrong dtype, NaN or infinite values.
-    If an error occurs after a tensor was written, the engine refuses requests until a single call has loaded all
-    weights.
+    names the tensor if the model has no such tensor, or if the tensor has a wrong shape, a wrong dtype, NaN or infinite
+    values. If an error occurs after a tensor was written, the engine refuses requests until a single call has loaded
+    all weights.
     """
     update = WeightUpdate(llm)
     in_engine(llm.engine_thread, update.begin)
@@ -151,7 +151,7 @@ class ModelWeights:
     def check_tied_head(self, name: str, tensor: torch.Tensor) -> None:
         """Raise ValueError if `tensor` is an output head that should be tied to the embedding, but differs from it.
 
-        A head before its embedding is not compared, because storing it would cost memory.
+        A head that arrives before the embedding is not compared, because storing the head would cost memory.
         """
         is_tied = self.model.config.tie_word_embeddings  # otherwise, an engine that pools ignores the head
         if name != HEAD or not is_tied or head_name(self.model) not in self._loaded:
@@ -170,7 +170,7 @@ class ModelWeights:
         """
         parts = str(name).split(".language_model.", 1)
         other_name = ".".join(parts) if len(parts) > 1 else str(name).replace("model.", "model.language_model.", 1)
-        own_names = other_name, text_name(str(name)), f"model.{name}"  # the last one is of a base model
+        own_names = other_name, text_name(str(name)), f"model.{name}"  # the last one is for a name from a base model
         return next((own for own in own_names if own in self.loaders), name)
 
     def check(self, name: str, tensor: torch.Tensor) -> None:

@@ -28,7 +28,7 @@ def sleep(llm: "LLMEngine", level: int = 1) -> int:
     Level 1 keeps the weights in host memory. Level 2 drops the weights; after `wake_up`, one or more calls of
     `load_weights` must load all weights. If the engine already sleeps, level 2 drops the weights that level 1 kept.
 
-    Returns the number of bytes freed on each device (or on the CPU). Raises ValueError for any other level, or if the
+    Returns the number of bytes freed on each GPU, or on the CPU. Raises ValueError for any other level, or if the
     engine was started without `enable_sleep_mode=True`. Raises UnavailableError and changes nothing if there are
     requests and the engine is not paused, if weights are being replaced, or if host memory is too small.
     """
@@ -116,7 +116,7 @@ def open_runner(core: Engine) -> "ModelRunner":
 
 
 def sleepers_of(runner: "ModelRunner") -> dict[str, Any]:
-    """Return the objects that manage a rank's memory, by tag, on CUDA each an `Arena`."""
+    """Return the objects that manage a rank's memory, by tag. On CUDA, each is an `Arena`."""
     if not runner.sleepers:
         runner.sleepers = {"weights": HostWeights(runner.model), "kv_cache": HostCache(runner)}
     return runner.sleepers

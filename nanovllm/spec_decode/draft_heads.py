@@ -25,11 +25,12 @@ class Head(DraftModel):
 
     Each step of the model writes hidden states to this cache, indexed by the model's cache slots, even if nothing is
     drafted. So the cache stays correct after a prefix hit, a fork or a preemption. The head computes its rows when it
-    drafts, and each row needs the token at the next position. The last row of a shared block belongs to the sequence
-    that computed it last, so drafts of other sequences may be slightly worse.
+    drafts, and each row needs the token at the next position. The last row of a shared block needs a token of the next
+    block, which may differ between sequences. The row is exact only for the sequence that computed it last, so drafts
+    of other sequences may be slightly worse.
 
     In a chain of drafts, the head writes its own hidden states to the cache. Later in the step, the model overwrites
-    them.
+    these hidden states.
     """
 
     shift = 1
@@ -100,7 +101,7 @@ class Eagle3(Head):
 
 
 class Mtp(Head):
-    """A head for multi-token prediction (MTP). It uses the model's output head."""
+    """A head for multi-token prediction (MTP). The head uses the model's output head."""
 
     def make_head(self, config: Any, max_len: int) -> MtpHead:
         self.decoder.register_forward_hook(lambda model, args, output: self.keep(output))

@@ -32,8 +32,8 @@ class DraftModel:
     sequence, it computes the rows that its cache lacks. The cache may lack rows of the prompt, of blocks that a
     preemption has freed, or of tokens that were generated without drafts.
 
-    Each rank has the whole draft model. The results may differ in their last bits, so an all-reduce makes the ranks
-    agree on each draft.
+    Each rank has the whole draft model. The ranks' results may differ in their last bits, so an all-reduce makes the
+    ranks agree on each draft.
 
     A row computes one position, from the token at `position + shift`.
     """
@@ -64,7 +64,7 @@ class DraftModel:
         # by request index: how many rows have keys; rows of drafts do not count, because the drafts may be wrong
         self.num_computed = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=runner.device)
         # The most rows that a sequence can lack if it drafted in the previous step; only the device knows the number.
-        # Rows of accepted drafts exist, except the last one. Heads recompute them from the model's hidden states.
+        # Rows of accepted drafts exist, except the last one. Heads recompute these rows from the model's hidden states.
         self.width = runner.config.tokens_per_row if self.shift else 2
         self.run, self.run_chunks = self.draft_chains, self.forward_chunks  # on CUDA, graphs of these
 
@@ -125,7 +125,7 @@ class DraftModel:
         """Compute the rows of `context`, so that a CUDA graph can capture the call."""
         with attention_context(context):
             self.compute(context.slot_mapping, token_slots, positions)
-        self.runner.tp.barrier(positions.device)  # ends a forward whose embeddings are a sum over ranks
+        self.runner.tp.barrier(positions.device)  # ends a forward pass whose embeddings are a sum over ranks
 
     def draft_chains(self, req_indices: torch.Tensor, num_drafts: torch.Tensor, num_steps: int) -> None:
         """Draft up to `num_steps` tokens for each of D sequences. Each sequence lacks at most `width` rows.

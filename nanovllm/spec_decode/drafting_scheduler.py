@@ -1,4 +1,4 @@
-"""The scheduler for speculation. It can append several tokens to a sequence in one step, and plans the next drafts."""
+"""The scheduler for speculation, which can append several tokens to a sequence in one step, and plans drafts."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -33,8 +33,8 @@ class Pace:
 
     Drafting pauses if few drafts were accepted, or if several steps in a row had no drafts. `mean` is the moving
     average of accepted drafts per step, and starts at 2. If `mean` falls below the break-even point, drafting on the
-    host pauses. Each pause is twice as long as the previous pause, up to a maximum. After a pause, `mean` starts at 1.5
-    times the break-even point.
+    host pauses. Each pause is twice as long as the previous pause, up to a maximum. If many drafts are accepted, the
+    next pause is short again. After a pause, `mean` starts at 1.5 times the break-even point.
     """
 
     mean: float = 2.0
@@ -141,7 +141,7 @@ class DraftingScheduler(Scheduler):
             if num_reserved == 1 or seq.status is SequenceStatus.FINISHED:
                 continue
             seq.num_tokens -= num_reserved - count
-            if seq.status is SequenceStatus.RUNNING:  # a preempted one has nothing computed
+            if seq.status is SequenceStatus.RUNNING:  # a preempted sequence has no computed tokens
                 seq.num_computed_tokens -= num_reserved - count
             totals["drafts"] += 1
             totals["draft_tokens"] += num_reserved - 1
@@ -185,7 +185,8 @@ class DraftingScheduler(Scheduler):
     def _hold_for_others(self) -> bool:
         """Hold the sequences whose tokens have arrived, while other drafting sequences are still in flight.
 
-        If the two groups were not joined, they would run in alternating steps, and there would be twice as many steps.
+        Otherwise, the held sequences and the sequences in flight would run in alternating steps, which are twice as
+        many.
         """
         if not any(seq.waits_for_token and seq.num_tokens > len(seq.token_ids) for seq in self.paces):
             return False
@@ -207,7 +208,7 @@ class DraftingScheduler(Scheduler):
         k = min(self.settings.num_speculative_tokens, seq.max_num_tokens - len(seq.token_ids) - 1)
         if (self.proposer.on_host and pace.pause) or k <= 0:
             return [], False
-        if not self.proposer.on_host:  # the step in flight may leave space for fewer than k
+        if not self.proposer.on_host:  # the step in flight may leave space for fewer than k drafts
             return [-1] * min(k, seq.max_num_tokens - seq.num_tokens - 1), True
         if seq.num_tokens > len(seq.token_ids) or seq.is_paused or seq.status is not SequenceStatus.RUNNING:
             return [], True  # a token is in flight, its mask is being made, or it was preempted

@@ -72,7 +72,7 @@ def read_eagle3_config(folder: Path, target: ModelConfig, dtype: torch.dtype, wi
 def _layer_ids(file: Path, raw: dict, num_layers: int) -> tuple[int, ...]:
     """Return the ids of the layers whose inputs the head reads.
 
-    In `eagle_config`, ids refer to layer outputs.
+    In `eagle_config`, an id refers to a layer's output, which is the next layer's input.
     """
     name = "eagle_aux_hidden_state_layer_ids"
     top_level, of_authors = raw.get(name), (raw.get("eagle_config") or {}).get(name)
@@ -89,8 +89,8 @@ def _layer_ids(file: Path, raw: dict, num_layers: int) -> tuple[int, ...]:
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Return the memory-mapped tensors, under the names that `models/shared/head_models.py` uses.
 
-    The name of the layer is `midlayer` or `layers.0`. Many heads are stored as `pytorch_model.bin`, which is unpickled
-    with `weights_only=True`.
+    In files, the name of the layer is `midlayer` or `layers.0`. Many heads are stored as `pytorch_model.bin`, which is
+    unpickled with `weights_only=True`.
     """
     tensors: dict[str, torch.Tensor] = {}
     pickled = folder / "pytorch_model.bin"
@@ -117,7 +117,7 @@ def check_mtp(folder: Path, target: ModelConfig, with_weights: bool) -> None:
 
 
 def find_mtp_tensors(folder: Path, quantization: Any) -> dict[str, Path]:
-    """Return the file of each tensor of the MTP head, by its name in the checkpoint.
+    """Return the file of each tensor of the MTP head, by the tensor's name in the checkpoint.
 
     `quantization` is the checkpoint's QuantConfig or None.
     """
@@ -145,7 +145,7 @@ def read_mtp_tensors(folder: Path, quantization: Any) -> dict[str, torch.Tensor]
 
 
 def _dequantized(name: str, tensors: dict[str, torch.Tensor], quantization: Any, folder: Path) -> torch.Tensor:
-    """Return the weight `name` times its scales, which are removed from `tensors`."""
+    """Return the weight `name` times the weight's scales, which are removed from `tensors`."""
     module, values = name.removesuffix(".weight"), tensors[name]
     scheme = quantization.scheme_of(module)
     scales = tensors.pop(f"{module}.{scheme.scale_name}", None) if scheme else None

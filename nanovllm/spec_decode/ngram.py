@@ -10,7 +10,8 @@ from nanovllm.spec_decode.proposer import Proposer
 class NGram(Proposer):
     """Finds the longest n-gram at a sequence's end that occurred before.
 
-    The drafts are the tokens that followed its latest occurrence. If too few tokens followed, they are repeated.
+    The drafts are the tokens that followed the n-gram's latest occurrence. If too few tokens followed, the drafts
+    repeat these tokens.
     """
 
     def __init__(self, settings):

@@ -1,4 +1,4 @@
-"""Defines the interface of drafting methods, one per file."""
+"""Defines the interface of drafting methods. Each method has its own file."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

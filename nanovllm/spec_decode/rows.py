@@ -73,12 +73,12 @@ def place_chains(
 
     For the last row of each sequence in each step [num_steps, D]:
 
-    - the position of its token, int32
-    - the slot to which its token is written, int64; -1 for padding, or if the token has already been written
+    - the position of the row's token, int32
+    - the slot to which the row's token is written, int64; -1 for padding, or if the token has already been written
 
     In the first step, a sequence has `width` rows: the rows that it lacks, then copies of its last row. In each further
-    step, a sequence has one row for the next draft, or a copy of its previous row if there is no next draft.
-    `num_computed`, indexed by request, becomes the number of computed rows without drafts.
+    step, a sequence has one row for the next draft, or a copy of the sequence's previous row if there is no next draft.
+    The function sets `num_computed`, indexed by request, to the number of computed rows, not counting rows of drafts.
     """
     num_steps, width, shift, block_size = shape
     indices, steps = req_indices.long(), torch.arange(max(width, num_steps), device=req_indices.device)

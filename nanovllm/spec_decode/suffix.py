@@ -3,8 +3,8 @@
 The context may have occurred in the same request or in an earlier request.
 
 Source: Oliaro et al., "SuffixDecoding: extreme speculative decoding for emerging AI applications" (2024). Instead of
-suffix trees, it uses suffix automata, from Blumer et al., "The smallest automaton recognizing the subwords of a text"
-(1985).
+suffix trees, this module uses suffix automata, from Blumer et al., "The smallest automaton recognizing the subwords of
+a text" (1985).
 """
 
 from dataclasses import dataclass, field
@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 from nanovllm.engine.sequence import Sequence
 from nanovllm.spec_decode.proposer import Proposer
 
-MAX_TOKENS = 2**16  # of one automaton, which then takes about 40 MiB; a Memory has two
-MAX_COUNTED = 32  # among the contexts that end at a token, only this many of the longest states count it
+MAX_TOKENS = 2**16  # of one automaton, which then takes about 40 MiB; a Memory has two automata
+MAX_COUNTED = 32  # a new token is counted only by this many states: the states with its longest contexts
 ROOT = 0  # the state of the empty context
 
 
 class SuffixAutomaton:
     """An index of all contexts (token sequences) in a set of texts.
 
-    Building it takes time and memory linear in the length of the texts.
+    Building the index takes time and memory linear in the length of the texts.
 
     A state stands for all contexts that end at the same positions. `lengths[s]` is the length of the longest of these
     contexts. `links[s]` is the state of the longest suffix of this context that also ends at other positions. `next[s]`

@@ -18,7 +18,7 @@ from nanovllm.utils.download import broken_file
 
 
 def checked(default: Any, check: Callable | str, **bounds: Any) -> Any:
-    """Make a dataclass field with a check: `check_fields` calls `check(name, value, **bounds)` for non-default values.
+    """Make a dataclass field. `check_fields` calls `check(name, value, **bounds)` unless the value is `default`.
 
     A rarely needed check is passed as "module:name", and imported when it is called.
     """
@@ -113,7 +113,7 @@ def _check_range(name, value, low, high):
 
 
 def parse_json(name: str, value: Any) -> Any:
-    """Return the value of a JSON text. Return any other value unchanged. Raises ValueError for other texts."""
+    """Parse a string as JSON, and return any other value unchanged. Raises ValueError if the string is not JSON."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
@@ -121,7 +121,7 @@ def parse_json(name: str, value: Any) -> Any:
 
 
 def read_json(file: Path) -> dict:
-    """Read the JSON object in `file`. Raises a ValueError that names the file if it contains anything else."""
+    """Read the JSON object in `file`. Raises a ValueError that names the file if the file contains anything else."""
     try:
         content = json.loads(file.read_bytes())
     except ValueError as error:  # the syntax or the encoding is wrong

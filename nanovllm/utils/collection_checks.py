@@ -34,7 +34,7 @@ def check_strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 def check_ids(name: str, value: Any, min_length: int = 0, max_length: int | None = None) -> tuple[int, ...]:
-    """Return token ids as a tuple, without comparing them with the vocabulary."""
+    """Return token ids as a tuple. The ids are not compared with the vocabulary."""
     ids = _tuple_of(Integral, name, value)
     check_int(f"{name}: the number of ids", len(ids), min_length, max_length)
     return tuple([check_int(f"{name}: token id", token_id, 0) for token_id in ids])
@@ -49,7 +49,7 @@ def check_biases(name: str, value: Any) -> dict[int, float] | None:
 
 
 def _tuple_of(kind: type, name: str, value: Any) -> tuple:
-    """Return a tuple."""
+    """Return one value or several values of type `kind` as a tuple. Raises TypeError for other types."""
     value = value.tolist() if hasattr(value, "tolist") else value  # a NumPy array or a tensor
     values = () if value is None else (value,) if isinstance(value, kind) else value
     if not isinstance(values, (list, tuple, set, frozenset, range)) or not all(isinstance(v, kind) for v in values):

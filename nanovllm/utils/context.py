@@ -1,4 +1,4 @@
-"""The context of a step, for layers to read. It is set only while the model runs."""
+"""The context of a step, for layers to read. The context is set only while the model runs."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ _UNSET: Any = None  # outside a step
 
 @dataclass(slots=True)
 class Context:
-    """Describes the B sequences of a step, whose T new tokens are concatenated.
+    """Describes the B sequences of a step. The T new tokens of all sequences are concatenated.
 
     The first `num_decode_rows` sequences have one new token each. If `is_prefill`, chunks of prompts follow.
     Attention reads all keys from the cache, including the keys of this step.
@@ -31,7 +31,7 @@ class Context:
     backend_arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of `AttentionBackend.prepare_chunks`
     tokens_per_row: int = 1  # with drafts, how many of the `num_decode_rows` rows belong to one sequence
     num_decode_rows_on_device: torch.Tensor | None = None  # [1] int32, in a CUDA graph with chunks
-    plans: dict[Any, Any] = field(default_factory=dict)  # the attention backend's, made in a step's first layer
+    plans: dict[Any, Any] = field(default_factory=dict)  # of the attention backend, made in the step's first layer
     window_contexts: list["Context"] = field(default_factory=list)  # see cache/window_tables.py
 
     def of_table(self, table: int) -> "Context":
@@ -65,9 +65,9 @@ def attention_context(context: Context) -> Iterator[None]:
 
 
 def of_tokens(of_requests: torch.Tensor) -> torch.Tensor:
-    """Return the value of each token of the step that this thread computes: [T].
+    """Return a value for each token of the step that this thread computes: [T].
 
-    `of_requests` [requests] contains the value of each request index. Padding gets the value of any request.
+    `of_requests` [requests] contains the value of each request. Padding gets the value of an arbitrary request.
     """
     context = get_context()
     values = of_requests[context.state_rows[1].long()]

@@ -12,9 +12,9 @@ _is_held = False  # by an enclosing block of the main thread
 def interrupts_held() -> Iterator[list]:
     """Delay Ctrl-C to the end of the block. If blocks are nested, delay Ctrl-C to the end of the outermost block.
 
-    Yields a list, which is empty until the outermost block is interrupted. Lists of nested blocks stay empty. This does
-    nothing outside the main thread, because Python runs signal handlers in the main thread. If the handler was not
-    installed by Python, this does nothing either, because Python could not restore the handler.
+    Yields a list, which is empty until the outermost block is interrupted. Lists of nested blocks stay empty. Outside
+    the main thread, nothing is delayed, because Python runs signal handlers in the main thread. Nothing is delayed
+    either if the handler was not installed by Python, because Python could not restore such a handler.
     """
     global _is_held
     is_main = threading.current_thread() is threading.main_thread()

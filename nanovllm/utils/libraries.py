@@ -23,7 +23,7 @@ find_distributions = importlib.metadata.packages_distributions
 def import_libraries(settings: Mapping[str, Any]) -> None:
     """Import transformers and PyTorch. PyTorch's native libraries are loaded in parallel, without the GIL.
 
-    Unless the engine's `settings` choose a CPU, this initializes CUDA, so forks of this process can't use CUDA. Garbage
+    Unless the engine's `settings` choose a CPU, CUDA is initialized, so forks of this process can't use CUDA. Garbage
     collection skips the imported objects. A missing library raises no error before it is used. After Ctrl-C, the
     process ends with status 130, without waiting for the imports.
     """
@@ -46,7 +46,7 @@ def import_libraries(settings: Mapping[str, Any]) -> None:
 
 
 def _submit(function: Callable, *arguments: Any) -> Future:
-    """Call a function in a daemon thread, for which Python does not wait when it ends."""
+    """Call a function in a daemon thread. Python does not wait for daemon threads when it ends."""
     future: Future = Future()
 
     def call() -> None:

@@ -23,8 +23,9 @@ from nanovllm.utils.sharded_checkpoint import find_in_files
 BUNDLED = Path(__file__).parent.parent / "assets"
 TOKENIZER_FILES = ("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",)  # one group is enough
 JSON_FILES = ("tokenizer", "tokenizer_config", "vocab", "added_tokens", "special_tokens_map", "config")
-# For these values of `model_type` and `tokenizer_class`, AutoTokenizer would load the class on the right. Importing
-# AutoTokenizer takes up to two seconds more. For other families, it might not load the `tokenizer_class`.
+# If a model's `model_type` and `tokenizer_class` are listed here, its tokenizer is loaded with the class on the right,
+# which AutoTokenizer would choose as well. Importing AutoTokenizer takes up to two seconds more. For other values of
+# `model_type`, AutoTokenizer might not choose the `tokenizer_class`.
 NAMED_FAMILIES = ("qwen3", "qwen3_moe", "qwen3_next")
 NAMED_TOKENIZERS = {"Qwen2Tokenizer": "Qwen2TokenizerFast", "PreTrainedTokenizerFast": "PreTrainedTokenizerFast"}
 HEAD = "lm_head.weight"
@@ -128,16 +129,16 @@ def check_shape(weight, shape: tuple[int, ...]):
 
 
 class Shard(NamedTuple):
-    """A rank's part of a checkpoint weight, and its position in the rank's weight."""
+    """Locates a rank's part of a checkpoint weight: where it is in that weight, and where it goes in the parameter."""
 
-    shape: tuple[int, ...]  # of the whole weight
-    rows: slice = slice(None)  # of the whole weight
+    shape: tuple[int, ...]  # of the checkpoint weight
+    rows: slice = slice(None)  # of the checkpoint weight
     columns: slice = slice(None)
-    first_row: int = 0  # in the rank's weight
+    first_row: int = 0  # in the rank's parameter
 
     @property
     def parts(self) -> list["Shard"]:
-        """The Shards that it consists of, as of RowRanges."""
+        """The Shards of which this object consists. RowRanges, a similar class, consists of several Shards."""
         return [self]
 
     def copy(self, target: torch.Tensor, weight) -> torch.Tensor:
@@ -241,7 +242,7 @@ def stored_dtypes(file: Path) -> dict[str, str]:
 def open_safetensors(file: Path, device: torch.device | str = "cpu"):
     """Return a context manager with the tensors of a file.
 
-    Raises a ValueError that names the file if it can't be read.
+    Raises a ValueError that names the file if the file can't be read.
     """
     try:
         return safe_open(file, framework="pt", device=str(device))
@@ -252,7 +253,7 @@ def open_safetensors(file: Path, device: torch.device | str = "cpu"):
 def weight_loaders(model: nn.Module) -> dict[str, tuple[Callable, list[Any]]]:
     """Return (loader, shard id) of every tensor by its name in the checkpoint.
 
-    Without sharing, the shard id is empty.
+    The shard id is empty unless several tensors share a parameter.
     """
     loaders = {}
     for name, parameter in model.named_parameters():
@@ -269,9 +270,10 @@ def weight_loaders(model: nn.Module) -> dict[str, tuple[Callable, list[Any]]]:
 
 
 def stored_modules(path: str, module: Any, packed_modules_mapping: dict) -> dict[str, list]:
-    """Map the checkpoint's names of the modules that are merged into `module`, at `path` in the model, to shard ids.
+    """Return the shard ids of the checkpoint's modules that are merged into `module`, by their checkpoint names.
 
-    A shard id is [] if nothing is merged. If `module` lacks a shard of the mapping, such as values, so does the result.
+    `path` is the name of `module` in the model. If nothing is merged, the only shard id is []. Shards that `module`
+    lacks, such as the values of some attention layers, are left out.
     """
     parent, _, own = path.rpartition(".")
     known = (*module.shard_ids(), (WHOLE,)) if hasattr(module, "shard_ids") else None

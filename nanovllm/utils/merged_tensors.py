@@ -9,7 +9,7 @@ WHOLE = "whole"  # the shard id of such a tensor in `packed_modules_mapping`
 
 
 class RowsOf:
-    """Some rows of a safetensors slice, read by indexing. `get_dtype` shows whether they are quantized."""
+    """Some rows of a safetensors slice, which are read when this object is indexed."""
 
     def __init__(self, weight: Any, first: int, end: int):
         self._weight, self._first, self._num_rows = weight, first, end - first
@@ -39,7 +39,10 @@ def load_whole(load: Callable, layer: Any, weight) -> torch.Tensor | None:
 
 
 def _rows(weight: Any, first: int, size: int, total: int) -> tuple[Any, int]:
-    """Return the rows of `size` out of `total` outputs, starting at row `first`, and the index where these rows end."""
+    """Return a part of `weight`, and the row where the next part begins.
+
+    The part begins at row `first`, and belongs to `size` of the `total` outputs.
+    """
     if callable(weight):  # random numbers of any shape
         return weight, first
     shape = list(weight.shape if isinstance(weight, torch.Tensor) else weight.get_shape())

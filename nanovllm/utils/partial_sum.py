@@ -11,11 +11,11 @@ Compute = Callable[[torch.Tensor | None], torch.Tensor]  # writes its result to 
 
 
 class PartialSum:
-    """A tensor [T, N] as a sum that its reader completes, ideally in a kernel that does other work as well.
+    """A tensor [T, N] in the form of summands. The reader adds them, ideally in a kernel that also does other work.
 
     parts: [T, N], or [split_k, T, N] if split_k > 1, to be summed over the first dimension.
-    barrier: where the reading kernel waits for the other ranks' parts, to add them too (distributed/peer_memory.py).
-        None if only this rank has parts.
+    barrier: the object with which the reading kernel waits for the other ranks' parts, to add them as well
+        (distributed/peer_memory.py). None if only this rank has parts.
     """
 
     __slots__ = ("device", "parts", "split_k")
@@ -42,8 +42,8 @@ def sum_over_ranks(
 ) -> PartialSum:
     """Sum the result of `compute` over ranks.
 
-    This result is [num_rows, width], or [split_k, num_rows, width] if `split_k` > 1. Ranks that read each other's
-    memory (`tp.sum`) pass `compute` a tensor [split_k, num_rows, width] to write to.
+    The result of `compute` is [num_rows, width], or [split_k, num_rows, width] if `split_k` > 1. Ranks that read each
+    other's memory (`tp.sum`) pass `compute` a tensor [split_k, num_rows, width] to write to.
     """
     if hasattr(tp, "sum"):
         return tp.sum(compute, num_rows, width, dtype, split_k)

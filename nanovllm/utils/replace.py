@@ -7,8 +7,8 @@ from typing import Any
 def replace_methods(module: Any, form: type, prefix: str) -> None:
     """Override an object's methods with `form`'s methods. `isinstance`, names and parameters do not change.
 
-    As in PyTorch's `fully_shard`, the object gets a subclass of both `form` and its class. The subclass's name begins
-    with `prefix`.
+    As in PyTorch's `fully_shard`, the object's new class is a subclass of both `form` and the old class. The new
+    class's name begins with `prefix`.
     """
     module.__class__ = _subclass(form, type(module), prefix)
 

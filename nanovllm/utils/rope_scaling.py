@@ -18,7 +18,7 @@ class RopeFrequencies(NamedTuple):
     inv_freq: torch.Tensor  # [rotated numbers of a head / 2]
     scale: float  # of cos and sin
     max_len: int  # maximum sequence length
-    long: tuple[torch.Tensor, int] | None = None  # the frequencies of an engine for longer sequences than this
+    long: tuple[torch.Tensor, int] | None = None  # frequencies if sequences may be longer than this length
 
 
 def inverse_frequencies(theta: float, size: int) -> torch.Tensor:
@@ -30,9 +30,9 @@ def scaled_rope(kind: str, theta: float, rope: dict, raw: Mapping, head_dim: int
     """Return the frequencies for a rope type.
 
     Raises ValueError, TypeError or KeyError for bad or missing parameters. `raw` is the content of config.json. `rope`
-    contains its other `rope_parameters` or `rope_scaling`. `max_len` is the same as in vLLM. For "dynamic", `max_len`
-    is the training length, because longer sequences would change all frequencies. For "longrope", `max_model_len`
-    selects the short or the long factors, as in vLLM.
+    contains the parameters of the rope type. `max_len` is the same as in vLLM. For "dynamic", `max_len` is the training
+    length, because longer sequences would change all frequencies. For "longrope", `max_model_len` selects the short or
+    the long factors, as in vLLM.
     """
     trained_len, name = raw["max_position_embeddings"], "original_max_position_embeddings"
     if raw.get(name) is not None:
@@ -42,7 +42,7 @@ def scaled_rope(kind: str, theta: float, rope: dict, raw: Mapping, head_dim: int
         check_real(f"{file}: {name}", rope[name], low=1e-6, high=1e30)
     fraction = check_real(f"{file}: partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1e-6, 1.0)
     check_choice(f"{file}: rope type", kind, KINDS)
-    if kind == "proportional":  # periods are those of the whole head, and the other pairs do not turn
+    if kind == "proportional":  # frequencies as for a fully rotated head, but 0 for the last pairs
         inv_freq = inverse_frequencies(theta, head_dim) / rope.get("factor", 1.0)
         inv_freq[int(head_dim * fraction // 2) :] = 0.0
         return RopeFrequencies(inv_freq, 1.0, trained_len)
@@ -68,8 +68,8 @@ def scaled_rope(kind: str, theta: float, rope: dict, raw: Mapping, head_dim: int
 def _llama3_frequencies(inv_freq: torch.Tensor, rope: dict) -> torch.Tensor:
     """Return the frequencies of Llama 3.1. The frequencies of slow pairs are divided by a factor.
 
-    The frequencies of fast pairs, which make many turns in the training length, do not change. In between, frequencies
-    are interpolated.
+    The frequencies of fast pairs, which make many turns within the training length, do not change. Between slow and
+    fast pairs, frequencies are interpolated.
     """
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     num_turns = rope["original_max_position_embeddings"] / (2 * math.pi / inv_freq)
@@ -91,7 +91,7 @@ def _yarn_frequencies(periods: torch.Tensor, theta: float, rope: dict) -> torch.
 
 
 def _yarn_scale(rope: dict) -> float:
-    """Return the scale of cos and sin. Attention scores are multiplied by its square, which keeps attention sharp."""
+    """Return the scale of cos and sin. The scale's square multiplies attention scores, which keeps attention sharp."""
 
     def scale(weight: float) -> float:
         return 1.0 if rope["factor"] <= 1 else 0.1 * weight * math.log(rope["factor"]) + 1.0
@@ -102,7 +102,7 @@ def _yarn_scale(rope: dict) -> float:
 
 
 def _factors(name: str, rope: dict, num_pairs: int, file: Path) -> torch.Tensor:
-    """Return LongRoPE's divisors of the frequencies: "short" up to the original length, and "long" beyond it."""
+    """Return LongRoPE's divisors of the frequencies: "short" up to the original length, "long" for longer sequences."""
     factors = rope[f"{name}_factor"]
     if not isinstance(factors, list) or len(factors) != num_pairs:
         raise ValueError(f"{file}: {name}_factor={factors!r:.80}: must be a list of {num_pairs} numbers")

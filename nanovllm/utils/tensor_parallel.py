@@ -8,7 +8,7 @@ STEP_TIMEOUT = 300.0  # seconds that a rank waits for other ranks within a step
 class TensorParallel:
     """Splits a model over `size` ranks and defines their collective operations. This process is rank `rank`.
 
-    This class implements a single rank, which does not communicate. With `size` > 1, it only computes shards.
+    This class implements a single rank, which does not communicate. With `size` > 1, this class only computes shards.
     """
 
     lost = False  # whether another rank is gone, so that this rank's results are invalid
@@ -19,7 +19,7 @@ class TensorParallel:
         self.size = size
 
     def shard_size(self, what: str, total: int) -> int:
-        """Return an equal share of `total`. If there is none, raise a ValueError that names `what`."""
+        """Return an equal share of `total`. If `total` is not divisible, raise a ValueError that names `what`."""
         if total % self.size:
             raise ValueError(f"tensor_parallel_size={self.size}: does not divide the {what} ({total})")
         return total // self.size
@@ -46,7 +46,7 @@ class TensorParallel:
         return x
 
     def all_reduce_max(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the elementwise maximum of every rank's keys [S] int64, at the end of each forward. S may be 0."""
+        """Return the elementwise maximum of all ranks' keys [S] int64. A forward ends with this call. S may be 0."""
         return keys
 
     def barrier(self, device: torch.device) -> None:

@@ -19,7 +19,7 @@ def untie_other_head(model: nn.Module, files: dict[str, Path], stored_names: dic
     """Add a separate output head to `model` if the checkpoint's head differs from its embedding.
 
     `files` maps a tensor to its file, and `stored_names` maps a tensor to its name in that file. As in transformers 5,
-    the stored head overrides config.json. (Transformers 4 ignores the stored head.)
+    the stored head overrides config.json. Transformers 4 ignores the stored head.
     """
     tied, embedding = model.lm_head.weight, head_name(model)
     if embedding not in files or _are_equal(files, stored_names, (HEAD, embedding), tied.dtype):
@@ -40,7 +40,7 @@ def head_name(model: nn.Module) -> str:
 def _are_equal(
     files: dict[str, Path], stored_names: dict[str, str], names: tuple[str, str], dtype: torch.dtype
 ) -> bool:
-    """Return whether two tensors have equal shapes and bits, in `dtype` if their dtypes differ."""
+    """Return whether two tensors have equal shapes and bits. If their dtypes differ, convert them to `dtype` first."""
     name, other = names
     with open_safetensors(files[name]) as file, open_safetensors(files[other]) as other_file:
         slices = file.get_slice(stored_names[name]), other_file.get_slice(stored_names[other])
@@ -51,6 +51,6 @@ def _are_equal(
         for i in range(0, shape[0], NUM_ROWS):
             rows = [x[i : i + NUM_ROWS] for x in slices]
             rows = rows if has_same_dtype else [x.to(dtype) for x in rows]
-            if not np.array_equal(*(x.view(torch.uint8).numpy() for x in rows)):  # a quarter of PyTorch's time
+            if not np.array_equal(*(x.view(torch.uint8).numpy() for x in rows)):  # takes a quarter of PyTorch's time
                 return False
         return True

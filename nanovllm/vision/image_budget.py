@@ -1,6 +1,7 @@
 """Limits how many images a step computes, because the sequences that decode in this step wait for the tower.
 
-An image costs as many tokens of the step's budget as the text model computes with as many operations.
+In the step's budget, an image costs the number of tokens for which the text model needs as many operations as the tower
+needs for the image.
 """
 
 from typing import Any

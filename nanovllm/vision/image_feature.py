@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 def has_images(step: ScheduledStep) -> bool:
-    """Return whether a chunk begins before the end of its prompt's last image. Behind it, all positions are equal."""
+    """Return whether a chunk begins before the end of its prompt's last image.
+
+    After this image, the three positions of a token are equal.
+    """
     chunks = [(images_of(seq), start) for seq, start, _ in step.chunks]
     return any(images is not None and start < images.placed[-1].end for images, start in chunks)
 
@@ -23,17 +26,17 @@ def has_images(step: ScheduledStep) -> bool:
 class RequestImages(StepFeature):
     """The state of a sequence is its PromptImages. Without images, a sequence has no state.
 
-    In an engine that takes images, a VisionRunner uses this feature in all steps with chunks, because a request index
-    might have belonged to a sequence with images.
+    In an engine that takes images, a VisionRunner uses this feature in all steps with chunks, because an earlier
+    sequence with the same request index might have had images.
     """
 
     @classmethod
     def prepare(cls, step: ScheduledStep) -> Arrays | None:
         """Return `req_indices` and `deltas` of the requests. If `has_images(step)`, also return:
 
-        positions: of the chunks' tokens, [3, T].
-        placed: [N, 7], for each part of an image: its first token in the step, its number of tokens, the index of its
-            first token in the image, and the image's key.
+        positions: the positions of the chunks' tokens, [3, T].
+        placed: [N, 7], for each part of an image: the index of the first token in the step, the number of tokens, the
+            index of the first token in the image, and the image's key.
         """
         seqs = [*dict.fromkeys([*(row.seq for row in step.chunks), *step.new_seqs])]
         if not seqs:

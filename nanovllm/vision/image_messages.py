@@ -16,7 +16,7 @@ from nanovllm.vision.prompt_images import PromptImage
 
 
 class ImagePart(NamedTuple):
-    """A message to another rank, which computes the image's embeddings when all parts of the message have arrived.
+    """A part of a message to another rank, which computes an image's embeddings when all parts have arrived.
 
     The parts contain the image's pixels, and then the digests of the images to be forgotten. `image` has no pixels.
     """
@@ -34,7 +34,7 @@ class ImagePart(NamedTuple):
 
 
 def use_images(engine: Engine) -> None:
-    """Let the ranks and the prefix cache of an engine know of images. The scheduler must have been made."""
+    """Prepare the ranks and the prefix cache of an engine for images. The engine's scheduler must already exist."""
     runner: Any = engine.model_runner
     blocks: Any = engine.scheduler.block_manager
     replace_methods(blocks, ImageBlocks, "Image")

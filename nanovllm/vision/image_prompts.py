@@ -17,7 +17,7 @@ MAX_PROMPT_PIXELS = 2 * MAX_PIXELS  # of a prompt's images before scaling, becau
 
 
 class ImagePrompts:
-    """Reads the prompts with images of an engine that takes images. Any thread may call the methods."""
+    """Reads prompts with images for an engine that takes images. Any thread may call the methods."""
 
     def __init__(self, config: "Config"):
         self.vision, self.reader = config.model_config.vision, ImageReader(config)
@@ -27,13 +27,13 @@ class ImagePrompts:
     ) -> tuple[str | None, list[int], PromptImages | None]:
         """Return the text, the token ids and the images of a prompt.
 
-        In the token ids, an image has as many placeholders as the text model reads embeddings. Raises ValueError if the
-        prompt has too many images or pixels, or another number of placeholders than images. Raises the errors of
-        `ImageReader.read`.
+        In the token ids, an image has one placeholder for each embedding that the text model reads. Raises ValueError
+        if the prompt has too many images or pixels, or if the numbers of placeholders and images differ. Raises the
+        errors of `ImageReader.read`.
         """
         is_chat, image_token_id = is_conversation(prompt), self.vision.image_token_id
         field, rest, sources = _split_conversation(prompt) if is_chat else _split_prompt(prompt)
-        if isinstance(sources, PromptImages):  # read before
+        if isinstance(sources, PromptImages):  # the images were read earlier
             return *read_text_prompt(rest, template_arguments, processor), sources
         if (count := len(sources)) > self.vision.max_images:
             bound = f"must be at most {self.vision.max_images} (limit_mm_per_prompt)"
@@ -56,7 +56,7 @@ class ImagePrompts:
                         raise ValueError(f"the images have at least {num_pixels} pixels: {bound}")
                     known[key] = self.reader.read(opened)
                 except (TypeError, ValueError) as error:
-                    kind = TypeError if isinstance(error, TypeError) else ValueError  # others take other arguments
+                    kind = TypeError if isinstance(error, TypeError) else ValueError  # subclasses take other arguments
                     raise kind(f"{field}: {error}") from error
             images.append(known[key])
             num_tokens += images[-1].num_tokens - 1
@@ -75,7 +75,7 @@ def _expanded(token_ids: list[int], images: list[PromptImage], image_token_id: i
 
 
 def _split_prompt(prompt: Mapping) -> tuple[str, Any, Any]:
-    """Return the name of the field with images, the prompt without it, and the images.
+    """Return the name of the field with images, the prompt without this field, and the images.
 
     Raises TypeError or ValueError if `multi_modal_data` does not contain images.
     """

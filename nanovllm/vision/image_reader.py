@@ -36,7 +36,7 @@ KINDS = "a PIL image, an array [height, width, 3] of uint8, the bytes or the pat
 
 
 class ImageReader:
-    """Makes a PromptImage of each image. Any thread may call the methods."""
+    """Makes a PromptImage from each image. Any thread may call the methods."""
 
     def __init__(self, config: "Config"):
         self.config, self.vision = config, config.model_config.vision
@@ -44,9 +44,9 @@ class ImageReader:
     def read(self, source: Any, is_trusted: bool = True) -> PromptImage:
         """Read an image from one of KINDS.
 
-        If `is_trusted` is false, the format must be one of WEB_FORMATS, and a string must be a URL, which may name
-        files and other hosts only if settings allow it. Raises ValueError for broken, too large and too narrow images,
-        and TypeError for other types.
+        If `is_trusted` is false, the format must be one of WEB_FORMATS, and a string must be a URL. A URL may name a
+        file or another host only if settings allow it. Raises ValueError for images that are broken, too large or too
+        narrow, and TypeError for sources of other types.
         """
         image, vision = self._in_rgb(self.open(source, is_trusted)), self.vision
         square = vision.patch_size * vision.merge_size
@@ -83,7 +83,7 @@ class ImageReader:
         return source
 
     def _in_rgb(self, image: Any) -> Any:
-        """Decode an image. As transformers does, turn it as its EXIF entry says, and take the first frame."""
+        """Decode an image. Like transformers, rotate the image as its EXIF entry says, and use the first frame."""
         with _image_errors():
             return ImageOps.exif_transpose(image).convert("RGB")
 

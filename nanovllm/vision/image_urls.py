@@ -23,7 +23,7 @@ ESCAPES = {"%2B": "+", "%2F": "/", "%3D": "="}  # of the characters of base64
 
 
 def fetch(url: str, config: "Config", max_bytes: int) -> bytes:
-    """Return the bytes that a URL names. Raises ValueError if they can't be read, or may not be read."""
+    """Return the bytes that a URL names. Raises ValueError if the bytes can't be read, or may not be read."""
     scheme = url[:8].partition(":")[0].lower()
     if scheme == "data":
         return _decode(url, max_bytes)
@@ -54,7 +54,7 @@ def _read_local(url: str, allowed: str, max_bytes: int) -> bytes:
     parts = urlsplit(url)
     try:
         path = Path(unquote(parts.path)).resolve()  # follows links, which might leave the folder
-    except RuntimeError as error:  # of Python before 3.13
+    except RuntimeError as error:  # raised before Python 3.13
         raise ValueError(f"image_url={url!r:.80}: can't be read (links form a loop)") from error
     if parts.netloc not in ("", "localhost") or not path.is_relative_to(Path(allowed).resolve()):
         raise ValueError(f"image_url={url!r:.80}: is not below allowed_local_media_path={allowed!r}")
@@ -62,9 +62,9 @@ def _read_local(url: str, allowed: str, max_bytes: int) -> bytes:
 
 
 def read_file(path: Path, name: str, max_bytes: int, is_regular: bool = False) -> bytes:
-    """Return the contents of a file, which must be a regular file with `is_regular`.
+    """Return the contents of a file. With `is_regular`, the file must be a regular file.
 
-    Raises a ValueError that begins with `name` if the file is missing or too large.
+    Raises a ValueError, whose message begins with `name`, if the file is missing or too large.
     """
     try:
         if is_regular and not path.is_file():
@@ -130,13 +130,13 @@ def _get(connection: http.client.HTTPConnection, target: str, max_bytes: int, un
 
 
 def _shut_down(sock: socket.socket) -> None:
-    """End all waiting for a socket in another thread. This works whichever part of an answer is slow."""
+    """Make another thread stop waiting for a socket. This works for every part of a slow answer."""
     with suppress(OSError):  # it is closed
         socket.socket.shutdown(sock, socket.SHUT_RDWR)  # SSLSocket.shutdown would go on in plain text
 
 
 def _public_address(host: str, port: int) -> tuple[str, int]:
-    """Return the address to connect to, so that the name is not looked up again, with another result."""
+    """Return the address to connect to. A second lookup of the name might return another, private address."""
     addresses = [str(address[0]) for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     for address in addresses:
         ip: Any = ipaddress.ip_address(address)

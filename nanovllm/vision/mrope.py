@@ -8,8 +8,9 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding
 class MRotaryEmbedding(RotaryEmbedding):
     """Rotates pair `i` of a head by the position on one of three axes.
 
-    Pairs 1, 4, 7, ... take the vertical position and pairs 2, 5, 8, ... the horizontal position, as many as
-    `mrope_section` says. The others take the temporal position. In text, the three positions are equal.
+    Pairs 1, 4, 7, ... use the vertical position and pairs 2, 5, 8, ... the horizontal position. `mrope_section`
+    contains the number of pairs per axis. The other pairs use the temporal position. In text, the three positions are
+    equal.
     """
 
     def __init__(
@@ -19,7 +20,7 @@ class MRotaryEmbedding(RotaryEmbedding):
         axes = torch.zeros(len(inv_freq), dtype=torch.int64)
         for axis in (1, 2):
             axes[axis : 3 * mrope_section[axis] : 3] = axis
-        self.register_buffer("axes", axes.repeat(2), persistent=False)  # of each column of a table
+        self.register_buffer("axes", axes.repeat(2), persistent=False)  # the axis of each column of a table
 
     def forward(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate as RotaryEmbedding does. `positions` is [T], or [3, T] if there are images."""

@@ -10,7 +10,7 @@ import numpy as np
 class PromptImage(NamedTuple):
     """An image whose size fits the tower.
 
-    pixels: uint8 [patches, 3, patch_size, patch_size] as bytes. The patches of a token follow each other.
+    pixels: uint8 [patches, 3, patch_size, patch_size] as bytes. The patches of a token are adjacent.
     rows, columns: how many tokens the image has in each direction.
     digest: 16 bytes that depend on the pixels, rows and columns. Images with equal digests share cached blocks.
     """
@@ -65,7 +65,7 @@ class PromptImages:
     def _positions(self) -> np.ndarray:
         """The temporal, vertical and horizontal positions of the prompt's tokens: [3, tokens] int32.
 
-        An image takes as many positions as its longer side has tokens, because its tokens have two dimensions.
+        The position after an image is the image's first position plus the number of tokens along its longer side.
         """
         parts, end, position = list[np.ndarray](), 0, 0
         for image, start in self.placed:
@@ -84,12 +84,12 @@ class PromptImages:
 
     @cached_property
     def delta(self) -> int:
-        """The difference between the position of a generated token and its index. It is at most 0."""
+        """The position of a generated token minus the token's index. The difference is at most 0."""
         saved = (max(image.rows, image.columns) - image.num_tokens for image in self.images)
         return sum(saved)
 
     def positions(self, start: int, end: int) -> np.ndarray:
-        """Return the positions of the tokens `start:end`, which may be generated ones: [3, end - start] int32."""
+        """Return the positions of the tokens `start:end`, which may be generated tokens: [3, end - start] int32."""
         generated = np.arange(max(start, self.num_prompt_tokens), end, dtype=np.int32) + self.delta
         prompt = self._positions[:, start:end]
         return np.concatenate((prompt, np.broadcast_to(generated, (3, len(generated)))), 1, dtype=np.int32)

@@ -18,7 +18,7 @@ ROPE_THETA = 10000.0
 
 
 class TowerLinear(nn.Module):
-    """Computes x W^T + b with the whole weight on each rank. Weight formats and adapters leave it as it is."""
+    """Computes x W^T + b with the whole weight on each rank. Weight formats and adapters do not change this layer."""
 
     def __init__(self, input_size: int, output_size: int):
         super().__init__()
@@ -40,7 +40,7 @@ class LayerNorm(nn.Module):
 
 
 class PatchProjection(nn.Module):
-    """A 3D convolution whose stride is its kernel: a matmul for each patch. Each frame of a patch is the image."""
+    """A 3D convolution whose stride is its kernel size: a matmul per patch. All frames of a patch are one image."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()
@@ -83,7 +83,7 @@ class PositionEmbedding(nn.Module):
 
 
 class TowerAttention(nn.Module):
-    """Attention in which each patch of an image attends to all its patches."""
+    """Attention in which each patch of an image attends to all patches of the image."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()
@@ -138,7 +138,7 @@ class PatchMerger(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """Attributes have the names in checkpoints."""
+    """The vision tower. Attributes have the same names as in checkpoints."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()
@@ -158,9 +158,9 @@ class VisionTower(nn.Module):
     def forward(self, patches: torch.Tensor, height: int, width: int) -> torch.Tensor:
         """Map an image to embeddings [1 + layers, tokens, out_hidden_size].
 
-        The first embeddings replace the image's placeholders. The others are added after the first layers of the text
-        model (DeepStack, arXiv:2406.04334). `patches` [height * width, 3, patch_size, patch_size] contains values from
-        0 to 255. The patches of a merged square follow each other.
+        The first embeddings replace the image's placeholders. The other embeddings are added after the first layers of
+        the text model (DeepStack, arXiv:2406.04334). `patches` [height * width, 3, patch_size, patch_size] contains
+        values from 0 to 255. The patches of a merged square are adjacent.
         """
         x = self.patch_embed.proj(self._normalized(patches))
         x = x + self._in_squares(self.pos_embed(height, width)).to(x.dtype)
@@ -178,7 +178,10 @@ class VisionTower(nn.Module):
         return ((patches.float() / 255 - mean) / std).to(self.pos_embed.weight.dtype)
 
     def _rotation(self, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines [P, 1, head_dim / 2]. The row rotates half of the pairs, the column the others."""
+        """Return cosines and sines [P, 1, head_dim / 2].
+
+        A patch's row determines the rotation of half of the pairs, and its column the rotation of the other half.
+        """
         rows, columns = (torch.arange(n, dtype=torch.float32, device=self.mean.device) for n in (height, width))
         places = torch.stack((rows[:, None].expand(height, width), columns.expand(height, width)), -1)
         angles = (self._in_squares(places).unsqueeze(-1) * self.inv_freq).flatten(1).unsqueeze(1)

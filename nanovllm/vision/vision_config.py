@@ -29,13 +29,14 @@ SIZE = {"shortest_edge": 256**2, "longest_edge": 4096**2}  # in pixels, although
 class VisionConfig:
     """The part of a model's configuration that concerns images.
 
-    depth, hidden_size, intermediate_size, num_heads, patch_size, temporal_patch_size, out_hidden_size: of the tower.
+    depth, hidden_size, intermediate_size, num_heads, patch_size, temporal_patch_size, out_hidden_size: the tower's
+        sizes.
     merge_size: a token stands for a square of `merge_size` x `merge_size` patches.
-    grid_side: the learned position embeddings are a square of this side.
+    grid_side: the side of the square grid of learned position embeddings.
     deepstack_layers: after these layers of the tower, features are taken for the first layers of the text model.
-    image_token_id: the placeholder of an image in a prompt, with one token for each merged square.
+    image_token_id: the id of the placeholder token. A prompt has one placeholder per merged square of an image.
     mrope_section: how many pairs of a head are rotated by the temporal, vertical and horizontal position.
-    image_mean, image_std: of each color, for pixels from 0 to 1.
+    image_mean, image_std: the mean and the standard deviation of each color, for pixels from 0 to 1.
     min_pixels, max_pixels: images are scaled to a number of pixels in this range.
     max_images: the maximum number of images in a prompt.
     """
@@ -70,9 +71,9 @@ class VisionConfig:
         return self.depth * patches * per_patch
 
     def with_settings(self, settings: "Config") -> "VisionConfig | None":
-        """Return the configuration for an engine, or None if it takes no images.
+        """Return the configuration for an engine, or None if the engine takes no images.
 
-        Raises ValueError for a smallest image that is larger than the largest one.
+        Raises ValueError if the smallest allowed image is larger than the largest one.
         """
         pixels = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels} | (settings.mm_processor_kwargs or {})
         if (low := pixels["min_pixels"]) > (high := pixels["max_pixels"]):
@@ -84,7 +85,7 @@ class VisionConfig:
 
 
 def check_limits(name: str, value: Any) -> dict[str, int]:
-    """Return the setting `limit_mm_per_prompt` as a dict. Raises TypeError or ValueError if it is invalid."""
+    """Return the setting `limit_mm_per_prompt` as a dict. Raises TypeError or ValueError for an invalid value."""
     limits = _json_dict(name, value, ("image", "video", "audio"))
     limits = {kind: limit["count"] if isinstance(limit, dict) else limit for kind, limit in limits.items()}
     highs = {"image": 2**16, "video": 0, "audio": 0}  # only images are supported
@@ -92,13 +93,13 @@ def check_limits(name: str, value: Any) -> dict[str, int]:
 
 
 def check_pixels(name: str, value: Any) -> dict[str, int]:
-    """Return the setting `mm_processor_kwargs` as a dict. Raises TypeError or ValueError if it is invalid."""
+    """Return the setting `mm_processor_kwargs` as a dict. Raises TypeError or ValueError for an invalid value."""
     pixels = _json_dict(name, value, ("min_pixels", "max_pixels"))
     return {key: check_int(f"{name}: {key}", number, low=1, high=2**26) for key, number in pixels.items()}
 
 
 def check_domains(name: str, value: Any) -> tuple[str, ...]:
-    """Return the setting `allowed_media_domains` in lower case. Raises TypeError if it is no list of strings."""
+    """Return the setting `allowed_media_domains` in lower case. Raises TypeError if it is not a list of strings."""
     if not isinstance(value, (list, tuple)) or not all(isinstance(host, str) for host in value):
         raise TypeError(f"{name}={value!r:.80}: must be a list of host names")
     return tuple(host.lower() for host in value)
@@ -118,7 +119,7 @@ def read_vision(
 ) -> VisionConfig | None:
     """Read config.json, whose content is `raw`, and the preprocessor_config.json next to `file`.
 
-    Return None if the checkpoint has no vision tower. Entries that are absent get the remaining arguments. Raises
+    Return None if the checkpoint has no vision tower. The remaining arguments replace entries that are absent. Raises
     ValueError or TypeError, which name the file, for unsupported entries.
     """
     if not (found := raw.get("vision_config")):

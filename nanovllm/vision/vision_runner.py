@@ -23,15 +23,15 @@ from nanovllm.vision.tower import VisionTower
 class ImageStore:
     """The embeddings of images on a rank's device, by digest.
 
-    If there are too many, the least recently used ones leave. Rank 0 decides which images are computed and which leave,
-    and tells the other ranks.
+    If there are too many embeddings, the least recently used ones are removed. Rank 0 decides which images are computed
+    and which are removed, and tells the other ranks.
     """
 
     def __init__(self, tower: VisionTower, max_tokens: int, device: torch.device):
         self._tower, self._max_tokens, self._device = tower, max_tokens, device
         self._embeddings: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # [1 + layers, tokens, hidden_size]
-        self._cleared: list[bytes] = []  # what the other ranks still have to forget
-        # called with an image that must be computed, and the digests of the images that leave; see image_messages.py
+        self._cleared: list[bytes] = []  # digests that the other ranks must still remove
+        # called with an image that must be computed, and the digests of the images to remove; see image_messages.py
         self.tell_ranks: Callable[[PromptImage, list[bytes]], None] = lambda image, leaving: None
 
     def __getitem__(self, digest: bytes) -> torch.Tensor:
@@ -44,8 +44,8 @@ class ImageStore:
     def require(self, images: Iterable[PromptImage]) -> None:
         """Compute the embeddings of the images that are not stored. Only rank 0 calls this method.
 
-        The images of the previous step may exceed the bound. First they leave, except for the last one, because a chunk
-        may have cut it.
+        The images of the previous step may exceed the bound. So the least recently used images are removed first. The
+        last image stays, because a chunk may have cut it.
         """
         needed = {image.digest: image for image in images}
         self._make_room(0, [*needed, *[*self._embeddings][-1:]])
@@ -59,7 +59,7 @@ class ImageStore:
             self.add(image)
 
     def _make_room(self, num_tokens: int, kept: Collection[bytes]) -> None:
-        """Remove the least recently used images, except `kept`, until `num_tokens` more are within the bound."""
+        """Remove the least recently used images, except `kept`, until there is space for `num_tokens` more tokens."""
         num_tokens += self.num_tokens
         for digest in [digest for digest in self._embeddings if digest not in kept]:
             if num_tokens <= self._max_tokens:
@@ -88,7 +88,7 @@ class ImageStore:
 
 @contextmanager
 def image_embeddings(decoder: Any, tokens: torch.Tensor, levels: torch.Tensor) -> Iterator[None]:
-    """Within a `with` block, show images to a decoder.
+    """Within a `with` block, give the embeddings of images to a decoder.
 
     The first of `levels` [1 + layers, N, hidden_size] replaces the embeddings of `tokens` [N], and each other level is
     added to the output of a layer.
@@ -128,7 +128,7 @@ class VisionRunner(BatchRunner):
         self.add_features(["vision"])
 
     def warmup_model(self) -> int:
-        """Leave memory for the tower and for embeddings of images, in addition to the largest step."""
+        """Leave memory for the tower and for embeddings of images, in addition to the memory of the largest step."""
         return super().warmup_model() - (self._bytes_of_images() if self.device.type == "cuda" else 0)
 
     def _bytes_of_images(self) -> int:

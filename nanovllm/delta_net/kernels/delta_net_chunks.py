@@ -31,7 +31,7 @@ from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launc
 from nanovllm.kernels.launch.gpu_features import has_tma, num_sms
 
 CHUNK = tl.constexpr(64)
-HEADS_EACH = 2  # value heads of a chunk that a program computes one after the other, and loads ahead
+HEADS_EACH = 2  # value heads of a chunk that a program computes in order, loading the next head ahead
 
 
 @triton.jit
@@ -39,8 +39,8 @@ def _inverse(system, IS_FLOAT32: tl.constexpr):
     """Invert a lower triangular matrix with ones on the diagonal.
 
     The part below the diagonal is in `system` [CHUNK, CHUNK]. Each iteration doubles the size of the inverted blocks,
-    because the inverse of [[A, 0], [B, C]] is [[A', 0], [-C' B A', C']] with A' and C' the inverses of A and C. 16 bits
-    are precise enough: keys have norm 1, and betas and decays are at most 1, so no element exceeds 1.
+    because the inverse of [[A, 0], [B, C]] is [[A', 0], [-C' B A', C']] where A' and C' are the inverses of A and C. 16
+    bits are precise enough: keys have norm 1, and betas and decays are at most 1, so no element exceeds 1.
     """
     DTYPE: tl.constexpr = tl.float32 if IS_FLOAT32 else tl.float16
     i = tl.arange(0, CHUNK)
@@ -104,8 +104,8 @@ def _of_head(gates, n):
 def _chunks_kernel(rule_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.constexpr):
     """Each program computes `tile` value heads of a chunk.
 
-    Let T be the inverse of the triangular system. v becomes T (beta v), and w becomes T (beta decay k). The state
-    already returns a part of v: w times the state. The next kernel subtracts this part.
+    Let T be the inverse of the triangular system. The kernel replaces v by T (beta v), and computes w = T (beta decay
+    k). The part of v that the state already returns is w times the state. The next kernel subtracts w times the state.
     """
     gdc_launch_and_wait(PDL)
     HEADS: tl.constexpr = PLAN.heads
@@ -141,7 +141,7 @@ def _chunks_kernel(rule_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.co
 def _states_kernel(x_rows, rule_ptrs, seq_ptrs, state_ptrs, stride, PLAN: tl.constexpr, PDL: tl.constexpr):
     """Each program computes `tile` values of one head of one sequence, from the first chunk to the last.
 
-    v is replaced by the error of the state.
+    The kernel replaces v by the error of the state: v minus w times the state.
     """
     gdc_launch_and_wait(PDL)
     HEADS: tl.constexpr = PLAN.heads

@@ -52,7 +52,7 @@ def _inputs_kernel(
 ):
     """Each program computes one head for a tile of a sequence's tokens.
 
-    Query heads come first, then key heads, then value heads with their gates.
+    The first programs compute query heads, then key heads follow, then value heads with their gates.
     """
     gdc_launch_and_wait(PDL)
     HEADS: tl.constexpr = PLAN.heads

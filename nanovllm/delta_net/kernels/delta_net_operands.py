@@ -1,8 +1,8 @@
 """The arguments of the gated delta rule's kernels: a layer, and the sequences of a step.
 
-A token's index is the number of its row in this step, not its position in the sequence. The tokens that a sequence has
-in this step start at `own`. The previous step's accepted drafts, whose inputs were kept, come first and start at
-`begin`, where the window ends.
+A token's index is the number of its row in this step, not its position in the sequence. A sequence's tokens of this
+step start at index `own`. In front of these tokens are the accepted drafts of the previous step, whose inputs were
+kept. These drafts start at index `begin`, where the window ends.
 """
 
 from functools import cache
@@ -83,7 +83,7 @@ def operands_of(qkvz: torch.Tensor, ba: torch.Tensor, layer: Any, states: Any) -
 
 
 def pad_of(num_seqs: int) -> int:
-    """Round up the number of sequences, because kernels are compiled for each result.
+    """Round up the number of sequences, because kernels are compiled for each rounded number.
 
     All numbers up to 1,024 become 32 or 1,024.
     """

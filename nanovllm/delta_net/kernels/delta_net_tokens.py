@@ -1,7 +1,8 @@
 """The gated delta rule, computed token by token: for decode steps, for drafts, and for batch-invariant chunks.
 
-The first kernel computes convolution and gates of all tokens, and the second updates each state in registers. Memory
-bandwidth limits a decode step, which reads and writes each state once (64 KiB per head in the published models).
+The first kernel computes convolution and gates of all tokens, and the second updates each state in registers. A decode
+step reads and writes each state once, so memory bandwidth limits its speed. In the published models, a state has 64 KiB
+per head.
 
 A token is computed with the same instructions in a chunk, in a decode step and as a draft. The bits of a result can
 depend on the number of warps.
@@ -27,7 +28,7 @@ TILE = 8  # tokens whose inputs or norms are computed together
 def _through_tokens(state, rule_ptrs, head, key_at, begin, end, shift, DTYPE: tl.constexpr, HEADS: tl.constexpr):
     """Return the state after the tokens from `begin` to `end`, and replace each token's value v by the token's output.
 
-    The state is rounded to DTYPE after each token, so the result does not depend on when it is stored.
+    The state is rounded to DTYPE after each token, so the result does not depend on when the state is stored.
     """
     e, in_key = tl.arange(0, state.shape[0]), key_at < HEADS.key_dim
     key_at += head // HEADS.group * HEADS.key_dim
@@ -49,7 +50,7 @@ def _through_tokens(state, rule_ptrs, head, key_at, begin, end, shift, DTYPE: tl
     return state
 
 
-# states can be read early: the embedding, an ordinary launch, followed the step that wrote them
+# states can be read early, because the embedding, an ordinary launch, came after the step that wrote the states
 @dependent_kernel(early=("seq_ptrs", "state_ptrs"))
 @triton.jit(do_not_specialize=["num_rows", "stride"])
 def _tokens_kernel(
@@ -67,7 +68,7 @@ def _tokens_kernel(
     own, end, read, written = sequence_of(seq_ptrs, seq, stride, PLAN)
     stop, has_work = end, True
     if PLAN.rows == 0:
-        is_last = seq == tl.num_programs(1) - 1  # which also fills the rows of padding
+        is_last = seq == tl.num_programs(1) - 1  # the last sequence's program also fills the rows of padding
         stop, has_work = tl.where(is_last, num_rows, end), (own < end) | is_last
     elif seq_ptrs.count is not None:
         has_work = own < tl.load(seq_ptrs.count)
@@ -119,7 +120,8 @@ def _launch_tokens(
 ) -> None:
     """Launch both kernels. `sizes` is (sequences, rows per sequence, maximum drafts of the previous step).
 
-    Without `num_warps`, choose the fastest number: many programs get fewer warps, because fewer warps repeat less work.
+    Without `num_warps`, choose the fastest number. If there are many programs, each gets fewer warps, because fewer
+    warps repeat less work.
     """
     heads, x, state_tensors = operands = operands_of(qkvz, ba, layer, states)
     num_seqs, rows, kept = sizes

@@ -1,6 +1,6 @@
-"""Defines kernels that wait for the same kernel on other ranks, then read what it wrote to PeerMemory.
+"""Defines kernels that read what other ranks have written to PeerMemory.
 
-Program p of a kernel waits for program p on every other rank.
+Before program p of a kernel reads, it waits until program p of the same kernel has signalled on every other rank.
 """
 
 from typing import NamedTuple
@@ -19,8 +19,9 @@ from nanovllm.kernels.launch.dependent_launch import (
 from nanovllm.kernels.sampling.column_constants import WIDTH, is_filtered
 
 KEYS_PER_PROGRAM = 128
-COLUMNS = tl.constexpr(2048)  # that are gathered at a time
-# tries (some milliseconds) between two reads of `aborted`: reading host memory more often made long waits longer
+COLUMNS = tl.constexpr(2048)  # columns that are gathered at a time
+# the number of tries (a few milliseconds) between two reads of `aborted`; more frequent reads of host memory made long
+# waits longer
 ABORT_CHECK_INTERVAL = tl.constexpr(65536)
 
 
@@ -28,8 +29,8 @@ class PeerBarrier(NamedTuple):
     """The locations of the ranks' data, and of the flags that signal when the data has been written."""
 
     addresses: torch.Tensor  # [ranks] int64: where each rank's memory begins in this GPU's address space
-    data_offset: int  # of the data to read, in bytes from the beginning of a rank's memory
-    flags_offset: int  # of the flags [max_programs, ranks] int32, in bytes as well
+    data_offset: int  # where the data begins, in bytes from the beginning of a rank's memory
+    flags_offset: int  # where the flags [max_programs, ranks] int32 begin, in bytes from there as well
     max_programs: int
     # [1] int32 in pinned host memory: if not 0, kernels end early, and their results are worthless
     aborted: torch.Tensor
@@ -161,7 +162,7 @@ def _max_kernel(
 
 
 def all_reduce_max(keys: torch.Tensor, barrier: PeerBarrier) -> torch.Tensor:
-    """Return the elementwise maximum of all ranks' keys [S] int64, after waiting for them even if S is 0."""
+    """Return the elementwise maximum of all ranks' keys [S] int64, after waiting for the ranks even if S is 0."""
     out = torch.empty_like(keys)
     launch_ordinary(_max_kernel, (max(1, triton.cdiv(len(keys), KEYS_PER_PROGRAM)),))(
         *barrier.arguments, keys, out, len(keys), SIZE=len(barrier.addresses), BLOCK=KEYS_PER_PROGRAM
@@ -196,7 +197,7 @@ def _gather_kernel(
 def gather_columns(
     mine: torch.Tensor, barrier: PeerBarrier, sampling_params: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return all ranks' columns side by side, [S, ranks * n], after waiting for them even if S is 0.
+    """Return all ranks' columns next to each other, [S, ranks * n], after waiting for the ranks even if S is 0.
 
     `mine` [S, n] lies at the barrier's data offset. If `sampling_params` [S, WIDTH] int32 (sampling_columns.py) is
     given, rows without filters lack the other ranks' columns.

@@ -34,8 +34,8 @@ def add_tile(sums, scores, v, scale, pairs, visible, stored_dtype: tl.constexpr,
 
     KEYS is the dimension of keys in `scores`: 1, or 0 if everything is transposed. `visible` is `None` if all keys are
     visible; hidden keys must have values of zero. In FP8, `pairs` contains the scales of keys and values. A matmul with
-    ones adds the weights, so the order of additions does not depend on which threads hold them. CAP is the soft cap of
-    the scores, or 0.
+    ones adds the weights, so the order of additions does not depend on which threads hold the weights. CAP is the soft
+    cap of the scores, or 0.
     """
     acc, total, largest = sums
     # weights are divided by the scales of values, and may exceed the range of float16 if the scales are small

@@ -79,7 +79,7 @@ def _decode_kernel(
 ):
     """Compute one split of a sequence. Unlike in decode_attention.py, a split consists of whole segments.
 
-    Everything is transposed, so tensor cores multiply 64 keys at a time, as in prefill.
+    All tiles are transposed, so tensor cores multiply 64 keys at a time, as in prefill.
     """
     gdc_launch_dependents(PDL)
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
@@ -158,7 +158,7 @@ def _decode_kernel(
         store_attended(out_ptr, row_at, segment_of((acc, total, largest), 0), in_group, sinks_ptr, head)
     else:
         end_tile = tl.cdiv(end, TILE) * TILE
-        if end_tile // SEGMENT * SEGMENT != end_tile:  # otherwise the loop has stored it
+        if end_tile // SEGMENT * SEGMENT != end_tile:  # otherwise, the loop has already stored the last segment
             _store_part(part_ptrs, part + stride * (end // SEGMENT), (acc, total, largest), in_group, HEAD_DIM)
         if first_segment + per_split >= end_segment:  # this program has computed all segments
             tl.debug_barrier()
@@ -214,7 +214,7 @@ def decode_attention(
 ) -> torch.Tensor:
     """Compute `decode_attention` as defined in decode_attention.py, without `norm_rope_inputs`.
 
-    The keys are read again for each row.
+    Unlike the kernel in decode_attention.py, this kernel reads the keys again for each row.
     """
     batch_size, heads, head_dim = q.shape
     out = torch.empty_like(q) if out is None else out

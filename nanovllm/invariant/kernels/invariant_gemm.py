@@ -1,9 +1,9 @@
 """Computes y = x W^T + b such that no bit of a row depends on the number of rows.
 
-Each output is a single sum, to which the inputs are added in order. The tensor core instructions for 64 rows add 16-bit
-products in the same way for every tile size. The 64 rows are rows of the weight here, so the tile size can depend on
-the number of rows of x. With 8-bit weights, the sums are multiplied by scales after a number of inputs that does not
-depend on the tile size.
+Each output is a single sum over the inputs, which are added in order. The tensor core instructions for 64 rows add
+16-bit products in the same way for every tile size. Here, these 64 rows are rows of the weight, so the tile size can
+depend on the number of rows of x. With 8-bit weights, the sums are multiplied by scales after a number of inputs that
+does not depend on the tile size.
 """
 
 import torch
@@ -50,7 +50,7 @@ def _product_kernel(
     n = first_n + tl.arange(0, TILES.tile_n)
     x_scales = scale_ptrs.x, m, m < M, scale_ptrs.x_stride
     w_scales = scale_ptrs.w, first_n, N
-    # transposed: tensor cores multiply 64 rows at a time, and W has many rows where x has few
+    # transposed, because tensor cores multiply 64 rows at a time: W has many rows, but x may have few
     acc = tl.zeros([n.shape[0], m.shape[0]], tl.float32)
     for begin in tl.range(0, SHAPE.k, TILES.tile_k, num_stages=TILES.stages):
         w = load_tile(w_tiles, first_n, begin, n < N, SHAPE.k, TILES)

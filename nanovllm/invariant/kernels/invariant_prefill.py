@@ -75,7 +75,7 @@ def _prefill_kernel(
     HEADS: tl.constexpr = CACHE.kv_heads * GROUP
     HEAD_DIM: tl.constexpr = CACHE.head_dim
     TOKENS: tl.constexpr = TILE_M // GROUP  # a tile has TOKENS tokens with all query heads of one kv head
-    if not PDL:  # without TMA, make descriptors from pointers here, where strides are constants: loads stay wide
+    if not PDL:  # without TMA, make descriptors here, where strides are constants, so that loads stay wide
         ROW: tl.constexpr = CACHE.kv_heads * HEAD_DIM
         k_tiles = tl.make_tensor_descriptor(k_tiles, [2147483647, ROW], [ROW, 1], [CACHE.tile, HEAD_DIM])
         v_tiles = tl.make_tensor_descriptor(v_tiles, [2147483647, ROW], [ROW, 1], [CACHE.tile, HEAD_DIM])
@@ -113,7 +113,7 @@ def _prefill_kernel(
         middle = tl.minimum(tl.maximum(unmasked_begin, first_key), end_key)
         last = tl.minimum(tl.maximum(unmasked_end, middle), end_key)
         sums = acc, tl.zeros([TILE_M, 16], tl.float32), no_keys
-        if CACHE.window:  # keys that the window cuts; then keys that all queries see; then keys that causality cuts
+        if CACHE.window:  # keys that the window hides from some queries; then keys that all see; then causality
             sums = _add_tiles(sums, q, first_key, middle, position, keys, scale, length, CACHE, STAGES, True)
             first_key = middle
         sums = _add_tiles(sums, q, first_key, last, position, keys, scale, length, CACHE, STAGES, False)

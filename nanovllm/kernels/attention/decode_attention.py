@@ -1,7 +1,7 @@
 """Decode attention over paged keys and values.
 
-The queries of a sequence belong to its newest token and a few draft tokens. Several programs share the keys of a
-sequence (flash-decoding).
+The queries of a sequence belong to its newest token and a few draft tokens. The keys of a sequence are divided among
+several programs (flash-decoding).
 """
 
 import torch
@@ -42,9 +42,9 @@ NO_NORM_ROPE = None, None, 0.0, None, None  # weights, eps, cos_sin, slots
 
 @triton.jit
 def _load_rotation(norm_rope_ptrs, seq, d, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr):
-    """Return cos and sin for queries and for keys, and the index that each element of a head is rotated with.
+    """Return cos and sin for queries and for keys, and the index of each element's partner in the rotation.
 
-    If there are norm weights, cos and sin are multiplied by them.
+    If there are norm weights, cos and sin are multiplied by these weights.
     """
     q_weight_ptr, k_weight_ptr = norm_rope_ptrs[0], norm_rope_ptrs[1]
     cos, sin, swapped = load_cos_sin(norm_rope_ptrs[3], seq, d, HEAD_DIM, ROTARY)
@@ -252,7 +252,7 @@ def _decode_kernel(
             scores = tl.where(visible, scores, NO_KEYS)
             m_new = tl.maximum(m_i, tl.max(scores, 0))
             p = tl.exp2(scores - m_new[None, :])
-            if ROWS > 1:  # while a row has seen no key, m_new is NO_KEYS, and hidden keys would get the weight 1
+            if ROWS > 1:  # until a row has seen a key, m_new is NO_KEYS, and hidden keys would get the weight 1
                 p = tl.where(visible, p, 0.0)
             alpha = tl.exp2(m_i - m_new)
             if IS_FP8:
@@ -277,7 +277,7 @@ def _decode_kernel(
 def fuses_qk_norm_rope(batch_size: int, kv_heads: int, device: torch.device) -> bool:
     """Return whether `decode_attention` should get qkv, and normalize, rotate and store the new token.
 
-    This saves a kernel launch. If not all programs can run at once, fusing costs more time than it saves.
+    Fusing saves a kernel launch. If not all programs can run at once, fusing costs more time than it saves.
     """
     return batch_size * kv_heads <= 2 * num_sms(device)
 
@@ -322,8 +322,8 @@ def decode_attention(
     tokens_per_row: the number of consecutive rows that belong to one sequence. These rows share a block table, and each
         row sees at least as many keys as the previous row.
     norm_rope_inputs: the arguments `qk_norm_rope` and `slot_mapping` of `norm_rope_and_store`. With these arguments,
-        the kernel also does the work of that function. In this case, q is qkv [B, heads + 2 kv_heads, head_dim] with
-        any stride between tokens, and the result of an empty sequence is finite but undefined.
+        the kernel also does the work of `norm_rope_and_store`. In this case, q is qkv [B, heads + 2 kv_heads, head_dim]
+        with any stride between tokens, and the result of an empty sequence is finite but undefined.
     """
     is_qkv, kv_heads = norm_rope_inputs is not NO_NORM_ROPE, cache.k.shape[2]
     out = torch.empty_like(q[:, 2 * kv_heads :] if is_qkv else q) if out is None else out
@@ -342,7 +342,7 @@ def decode_attention(
         parts = tuple(torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes)
     caches, seqs = (cache.k, cache.v, cache.scales), (num_seqs, context_lens, block_tables)
     constants = dict(ROWS=tokens_per_row, GROUP=group, CACHE=layout, STAGES=stages, num_warps=num_warps)
-    # queries are the columns of the matmuls, and keys the rows: tensor cores need at least 8 columns or 16 rows
+    # queries are columns of the matmuls and keys are rows, because tensor cores need only 8 columns, but 16 rows
     constants["GROUP_PAD"] = max(16 if IS_TRITON_3_4 else 8, triton.next_power_of_2(tokens_per_row * group))
     constants["ROTARY"] = norm_rope_inputs[3].shape[2] if is_qkv else head_dim
     pointers, scale = (q, norm_rope_inputs, caches, seqs, cache.spec.sinks, (out, *parts)), log2_scale(cache)

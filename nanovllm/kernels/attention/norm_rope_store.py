@@ -14,10 +14,10 @@ PER_PROGRAM = tl.constexpr(16)  # heads of a program
 
 
 class Rows(NamedTuple):
-    """The sizes of the rows of qkv (a kernel constant). Each head of a token is a row."""
+    """The sizes of the rows of qkv, as a compile-time constant. Each head of a token is a row."""
 
     heads: int  # query heads
-    rotary: int  # this many elements of each head are rotated, from the first on
+    rotary: int  # the first `rotary` elements of each head are rotated
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def norm_rope(x, x_swapped, cos, sin, eps, HAS_NORM: tl.constexpr):
 
 @triton.jit
 def load_cos_sin(cos_sin_ptr, token, d, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr):
-    """Load a token's cosines and sines for elements `d` of a head, and the indices that they are rotated with."""
+    """Return a token's cosines and sines for elements `d` of a head, and the indices of their rotation partners."""
     cos_ptr = cos_sin_ptr + token * (2 * ROTARY)
     if ROTARY == HEAD_DIM:
         return tl.load(cos_ptr + d), tl.load(cos_ptr + ROTARY + d), (d + ROTARY // 2) % ROTARY
@@ -55,8 +55,8 @@ def _norm_rope_store_kernel(
 ):
     """In each program, process PER_PROGRAM heads of one token.
 
-    Query heads come first, then key heads, then value heads. All heads run the same instructions, with the masks
-    `is_q`, `is_k` and `is_v`.
+    A token's query heads come first in qkv, then key heads, then value heads. All heads run the same instructions, with
+    the masks `is_q`, `is_k` and `is_v`.
     """
     gdc_launch_dependents(PDL)
     q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, slot_mapping_ptr = norm_rope_ptrs
@@ -104,7 +104,8 @@ def norm_rope_and_store(qkv: torch.Tensor, qk_norm_rope, slot_mapping: torch.Ten
     qk_norm_rope: (q weight, k weight, eps, cos_sin). The weights are [head_dim], or `None` if there is no norm.
         `cos_sin` [T, 2, N] float32 comes from FusedRotaryEmbedding, and defines the rotation of the first N elements of
         each head.
-    slot_mapping [T]: each token's index into the cache with its first two dimensions flattened, or -1 to store nothing
+    slot_mapping [T]: each token's index into the cache, whose first two dimensions are flattened, or -1 to store
+        nothing
     """
     num_tokens, num_rows, head_dim = qkv.shape
     layout = CacheLayout(*cache.k.shape[1:])

@@ -20,7 +20,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)  # attention computes exp2 instead of 
 
 
 class CacheLayout(NamedTuple):
-    """The sizes of a cache and of the tiles that kernels read (a kernel constant)."""
+    """The sizes of a cache and of the tiles that kernels read, as a compile-time constant."""
 
     block_size: int
     kv_heads: int
@@ -33,7 +33,7 @@ class CacheLayout(NamedTuple):
 def layout_of(cache, max_tile: int) -> CacheLayout:
     """Return the layout of a cache.
 
-    Its tile is the largest power of two up to `max_tile` that divides the block size.
+    The layout's tile is the largest power of two up to `max_tile` that divides the block size.
     """
     block_size, spec = cache.k.shape[1], cache.spec
     tile = min(max_tile, block_size & -block_size)
@@ -55,13 +55,13 @@ def cache_tiles(cache, layout: CacheLayout) -> tuple:
 
 @triton.jit
 def tanh_of_scores(scores, scale, CAP: tl.constexpr):
-    """Return tanh(score * scale / CAP), where `scale` includes log2(e). A capped score is CAP times this."""
+    """Return tanh(score * scale / CAP), where `scale` includes log2(e). The capped score is CAP times the result."""
     return 1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale * (2.0 / CAP))))
 
 
 @triton.jit
 def add_sinks(acc, m_i, l_i, sinks):
-    """Add sinks [R] to the sums of weights `l_i` [R]. Return also `acc` [R, D] and `m_i` [R] for the new maxima.
+    """Add sinks [R] to the sums of weights `l_i` [R]. Return `acc` [R, D], `m_i` [R] and `l_i`, all for the new maxima.
 
     `acc` is the sum of weighted values, and `m_i` is the largest score. `sinks` and `m_i` include log2(e).
     """

@@ -66,7 +66,7 @@ def _attend_tiles(
         else:
             m_new = tl.maximum(m_i, tl.max(scores, 1) * factor)
             p = tl.exp2(scores * factor - m_new[:, None])
-        if MASKED and CACHE.window:  # while a row has seen no key, hidden keys would get the weight 1
+        if MASKED and CACHE.window:  # until a row has seen a key, hidden keys would get the weight 1
             p = tl.where(visible, p, 0.0)
         alpha = tl.exp2(m_i - m_new)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
@@ -103,7 +103,7 @@ def _prefill_kernel(
     HEAD_DIM: tl.constexpr = CACHE.head_dim
     TILE_N: tl.constexpr = CACHE.tile
     WINDOW: tl.constexpr = CACHE.window
-    if not PDL:  # without TMA, make descriptors from pointers here, where strides are constants: loads stay wide
+    if not PDL:  # without TMA, make descriptors here, where strides are constants, so that loads stay wide
         ROW: tl.constexpr = KV_HEADS * HEAD_DIM
         k_tiles = tl.make_tensor_descriptor(k_tiles, [2147483647, ROW], [ROW, 1], [TILE_N, HEAD_DIM])
         v_tiles = tl.make_tensor_descriptor(v_tiles, [2147483647, ROW], [ROW, 1], [TILE_N, HEAD_DIM])
@@ -145,7 +145,7 @@ def _prefill_kernel(
         unmasked_begin = tl.minimum(unmasked_begin, unmasked_end)
     bounds = begin, unmasked_begin, unmasked_end, tl.minimum(num_cached + first + TOKENS, length)
     state, keys = (acc, l_i, m_i), (k_tiles, v_tiles, scales_ptr, table_ptr)
-    for part in tl.static_range(0 if WINDOW else 1, 3):  # cut by the window, seen by all, cut by causality
+    for part in tl.static_range(0 if WINDOW else 1, 3):  # keys hidden by the window, seen by all, hidden by causality
         state = _attend_tiles(
             state, q, bounds[part], bounds[part + 1], position, keys, kv_head, scale, length, CACHE, part != 1
         )
@@ -170,8 +170,8 @@ def _is_for_hopper(head_dim: int, dtype: torch.dtype) -> bool:
 def query_tile_size(group: int, head_dim: int, dtype: torch.dtype) -> int:
     """Return how many tokens a query tile covers, if each key-value head serves `group` query heads.
 
-    On Hopper, the kernel of hopper_prefill.py may compute a tile instead. Its tiles have 128 rows. So the returned size
-    is the largest multiple of this file's tile size that fits into 128 rows.
+    On Hopper, the kernel of hopper_prefill.py may compute a tile instead. The tiles of that kernel have 128 rows, so
+    the returned size is the largest multiple of this file's tile size that fits into 128 rows.
     """
     tokens = _tile_sizes(head_dim, dtype)[0] // group
     if _is_for_hopper(head_dim, dtype):

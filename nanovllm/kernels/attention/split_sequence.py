@@ -10,9 +10,9 @@ from nanovllm.kernels.attention.paged_cache import CacheLayout
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.launch.gpu_features import num_sms
 
-MAX_SPLITS = 32  # per sequence of a larger batch; combining more splits costs more than they save
+MAX_SPLITS = 32  # per sequence of a larger batch; combining more splits would take longer than they save
 MAX_SPLITS_OF_ONE = 64
-PROGRAMS_PER_SM = 8  # two or three run at a time; the more there are, the less the GPU waits for the last one
+PROGRAMS_PER_SM = 8  # two or three run at a time; with more programs, the GPU waits less for the last program
 NO_KEYS = tl.constexpr(-1e30)  # the log-sum-exp of no keys; finite, so that no NaN arises from it
 
 
@@ -21,8 +21,8 @@ def choose_num_splits(
 ) -> int:
     """Return the maximum number of splits per sequence, each with at least `tile` keys.
 
-    With one sequence, each multiprocessor gets one program. With several sequences, it gets `programs` programs,
-    because the lengths of sequences differ.
+    With one sequence, each multiprocessor gets one program. With several sequences, each multiprocessor gets `programs`
+    programs, because the lengths of sequences differ.
     """
     programs, most = (1, MAX_SPLITS_OF_ONE) if batch_size == 1 else (programs, MAX_SPLITS)
     wanted = programs * num_sms(device) // max(1, batch_size * kv_heads)
@@ -87,7 +87,7 @@ def combine_splits(
     """Store the results of all splits, weighted by their log-sum-exps, in `out` [B, heads, head_dim].
 
     `parts` is (results [B, heads, splits, head_dim], log-sum-exps [B, heads, splits]), both float32, and `seqs` is
-    (num_seqs, context_lens). All arguments must be the same as for the kernel that wrote `parts`, because they
+    (num_seqs, context_lens). All arguments must be the same as for the kernel that wrote `parts`, because the arguments
     determine how many splits are used.
     """
     batch_size, heads, splits = parts[1].shape

@@ -1,8 +1,8 @@
 """The Hopper version of split_k_gemm.py for 129 to 256 rows, written in Gluon.
 
 One warp loads, and two warpgroups multiply. A tile combines 128 rows of the weight (64 for each warpgroup) with all
-tokens, so each weight is read once. The tokens are in two parts, because tensor sizes must be powers of two. A quarter
-of the registers is left to programs of the previous and the next kernel.
+tokens, so each weight is read once. The tokens are divided into two parts, because tensor sizes must be powers of two.
+The kernel leaves a quarter of the registers to programs of the previous and the next kernel.
 
 This kernel is for GEMMs with many more inputs than outputs, such as down_proj. For other GEMMs, cuBLAS is as fast.
 """
@@ -72,7 +72,7 @@ def _multiply(
         w = weights[GROUP].index(buffer)
         first = hopper.warpgroup_mma(w, firsts.index(buffer).permute((1, 0)), first, is_async=True)
         second = hopper.warpgroup_mma(w, seconds.index(buffer).permute((1, 0)), second, is_async=True)
-        first, second = hopper.warpgroup_mma_wait(2, deps=[first, second])  # for the previous two
+        first, second = hopper.warpgroup_mma_wait(2, deps=[first, second])  # for the previous two matmuls
         mbarrier.arrive(empty.index((i + BUFFERS - 1) % BUFFERS), count=1, pred=i > 0)
     first, second = hopper.warpgroup_mma_wait(0, deps=[first, second])
     store_transposed(out_ptr, first, row + GROUP * 64, 0, num_tokens, num_rows)

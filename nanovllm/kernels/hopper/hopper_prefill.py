@@ -1,11 +1,12 @@
 """Prefill attention for Hopper (FlashAttention-3, arXiv:2407.08608).
 
-Written in Gluon. One warp loads tiles, and two warpgroups compute attention. A query tile has 128 rows (64 for each
-warpgroup), and each row is one query head of one token. A tile covers a *pack* of query heads that share a key-value
-head: the largest power of two that divides their number.
+The kernel is written in Gluon. One warp loads tiles, and two warpgroups compute attention. A query tile has 128 rows
+(64 for each warpgroup), and each row is one query head of one token. A tile covers a *pack*: some of the query heads
+that share a key-value head. The size of a pack is the largest power of two that divides the number of query heads per
+key-value head.
 
-The warpgroups alternate. While one computes softmax, the tensor cores run matmuls: the matmuls of the other warpgroup,
-or the first warpgroup's previous softmax weights times values.
+The warpgroups alternate. While one warpgroup computes softmax, the tensor cores run matmuls of the other warpgroup, or
+multiply the first warpgroup's previous softmax weights by values.
 """
 
 from typing import NamedTuple
@@ -50,9 +51,9 @@ def _lanes():
 
 @gluon.jit
 def _load(ring, buffer, use, tiles, at):
-    """Wait until `buffer` is free, then start to load a tile into it, after `use` earlier loads.
+    """Wait until `buffer` is free, then start to load a tile into it. `use` is the number of earlier loads into it.
 
-    A buffer has two barriers: `full` completes when a tile is loaded, and `empty` when it is no longer needed.
+    A buffer has two barriers: `full` completes when a tile is loaded, and `empty` when the tile is no longer needed.
     """
     smem, full, empty = ring
     mbarrier.wait(empty.index(buffer), (use & 1) ^ 1)
@@ -111,7 +112,7 @@ def _load_tiles(tiles, rings, plan, SHAPE: gl.constexpr):
         for _ in range(count):
             slot = block * SHAPE.block_size + key % SHAPE.block_size
             key -= SHAPE.tile
-            block = gl.load(table_ptr + gl.maximum(key, 0) // SHAPE.block_size)  # of the next tile
+            block = gl.load(table_ptr + gl.maximum(key, 0) // SHAPE.block_size)  # the block of the next tile
             _load(keys, i % 2, i // 2, k_tiles, [slot, column])
             _load(values, i % 2, i // 2, v_tiles, [slot, column])
             i += 1
@@ -155,7 +156,7 @@ def _scores(q, keys, i, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _add_values(acc, p, values, i, SHAPE: gl.constexpr):
-    """Start to add weights p times the i-th tile of values. Pass both results to `warpgroup_mma_wait`."""
+    """Start to add weights p times the i-th tile of values to `acc`. Pass both results to `warpgroup_mma_wait`."""
     weights = gl.convert_layout(p.to(values[0].dtype), gl.DotOperandLayout(0, sums_of(SHAPE.head_dim), 2))
     mbarrier.wait(values[1].index(i % 2), i // 2 & 1)
     return hopper.warpgroup_mma(weights, values[0].index(i % 2), acc, is_async=True), weights
@@ -232,7 +233,7 @@ def _compute(out_ptr, rings, turns, plan, W: gl.constexpr, SHAPE: gl.constexpr):
         p, _, state = _softmax(scores, (m_i, l_i), positions, key, True, SHAPE)
         mbarrier.wait(keys[1].index((i + 1) % 2), (i + 1) // 2 & 1, pred=count > 1)
         sums = gl.full([64, SHAPE.head_dim], 0.0, gl.float32, SUMS), p, state
-        # tiles that causality cuts; then tiles that all rows see; then tiles that the window cuts
+        # tiles with keys hidden by causality, then tiles that all rows see, then tiles with keys hidden by the window
         cut = count - gl.minimum((position + FIRST + 1) // SHAPE.tile - first, count - 1)
         args = q, positions, rings, turns, (end - 1, count, i)
         if SHAPE.window:

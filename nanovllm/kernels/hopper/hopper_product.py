@@ -3,11 +3,11 @@
 The operands have 16 bits or are in FP8. In FP8, rows are quantized, and each 128 x 128 block of the weight has a scale.
 One warp loads, and two warpgroups multiply. A tile has 128 rows (64 for each warpgroup) and two blocks of 128 outputs.
 
-The epilogue is a function in another file. It gets the accumulators of a warpgroup: one tensor [64, 256] for 16-bit
-operands, or four quarters [64, 64] for FP8.
+The epilogue is a function in another file. The epilogue gets the accumulators of a warpgroup: one tensor [64, 256] for
+16-bit operands, or four quarters [64, 64] for FP8.
 
-In FP8, tensor cores accumulate imprecisely, so each of their sums covers only 128 inputs. The warpgroup scales these
-sums and adds them in float32, for 64 outputs while the tensor cores compute the next 64.
+In FP8, tensor cores accumulate imprecisely, so each sum covers only 128 inputs. A warpgroup scales the sums and adds
+them in float32. While a warpgroup adds the sums of 64 outputs, the tensor cores compute the next 64 outputs.
 """
 
 from typing import NamedTuple
@@ -87,8 +87,8 @@ def _load_scales(scale_ptrs, tile, k, sizes, W: gl.constexpr, PLAN: gl.constexpr
     row, n = tile
     rows = row + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
     x = gl.load(x_ptr + k * stride + gl.minimum(rows, sizes[0] - 1))
-    # To the compiler, each thread seems to load the weights' scales from another address. If it knew that all addresses
-    # are equal, it would move the scales to uniform registers, and wait for them at once.
+    # The addresses of the weights' scales are the same for all threads, but the compiler must not know this. Otherwise,
+    # it would move the scales to uniform registers, and wait for the loads at once.
     at = w_ptr + k + gl.minimum(rows, 0)
     blocks = PLAN.k // BLOCK
     return x, gl.load(at + _block(n, 0, sizes, PLAN) * blocks), gl.load(at + _block(n, 1, sizes, PLAN) * blocks)
@@ -105,7 +105,7 @@ def _product(x, w, half: gl.constexpr):
 def _add(acc, product, scale, RUNNING: gl.constexpr):
     """Add `product` times `scale` to `acc`.
 
-    Without the wait, the compiler would postpone the addition, which needs more registers.
+    Without the wait, the compiler would postpone the addition, and would need more registers.
     """
     return hopper.warpgroup_mma_wait(RUNNING, deps=[acc + product * scale[:, None]])
 
@@ -163,7 +163,7 @@ def _compute(out, rings, sizes, W: gl.constexpr, EPILOGUE: gl.constexpr, PLAN: g
             mbarrier.wait(full.index(stage), i // PLAN.stages & 1)
             w = w_ring.index(stage).permute((1, 0))
             sums = hopper.warpgroup_mma(x_ring.index(stage * 2 + W), w, sums, is_async=True)
-            sums = hopper.warpgroup_mma_wait(1, deps=[sums])  # for the previous one
+            sums = hopper.warpgroup_mma_wait(1, deps=[sums])  # for the previous matmul
             mbarrier.arrive(empty.index((i + PLAN.stages - 1) % PLAN.stages), count=1, pred=k > 0)
             i += 1
         sums = hopper.warpgroup_mma_wait(0, deps=[sums])

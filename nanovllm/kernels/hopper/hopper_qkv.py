@@ -30,7 +30,7 @@ def _norm_rope(x0, x1, weights, eps, cos, sin):
 
 @gluon.jit
 def _store_head(y0, y1, at, is_stored):
-    """Store both halves of a head, at `at` [64, 64] and directly after it."""
+    """Store the first half of a head at `at` [64, 64], and the second half directly after it."""
     gl.store(at, gl.convert_layout(y0.to(at.dtype.element_ty), ROWS), is_stored)
     gl.store(at + 64, gl.convert_layout(y1.to(at.dtype.element_ty), ROWS), is_stored)
 

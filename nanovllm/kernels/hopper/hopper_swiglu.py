@@ -1,7 +1,7 @@
 """A Hopper epilogue for hopper_product.py: SwiGLU in 16 bits, or in FP8 with quantized results.
 
-In 16 bits, gate, up and silu(gate) are each rounded, at no extra cost. So the results equal those of separate kernels,
-except that values near 1e-36 become 0. In FP8, all results that share a scale are in the same tile.
+In 16 bits, gate, up and silu(gate) are each rounded, at no extra cost. So the results equal the results of separate
+kernels, except that values near 1e-36 become 0. In FP8, all results that share a scale are in the same tile.
 """
 
 import torch

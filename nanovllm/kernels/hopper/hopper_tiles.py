@@ -1,6 +1,6 @@
 """Decides which matmuls run in hopper_scaled_gemm.py (FP8), hopper_packed_gemm.py (4 bits) and hopper_qkv.py.
 
-Does not import Gluon.
+This module does not import Gluon.
 """
 
 from typing import NamedTuple
@@ -13,8 +13,8 @@ from nanovllm.kernels.linear.tiles import QuantizedRows, block_shape
 BLOCK = 128, 128  # weights that share a scale
 MIN_BUSY = 0.7  # the fraction of multiprocessors that tiles must keep busy
 MAX_CAPTURED_ROWS = 8192  # the maximum number of rows in a CUDA graph of a step with prefill chunks
-# If a row of the qkv weight has at most this size, matmul and store are one kernel. This saves a pass over the outputs,
-# whose time does not grow with the inputs: with longer rows (Qwen3-8B in 16 bits), prefill was not faster.
+# One kernel computes the matmul and the store if a row of the qkv weight has at most this size. This saves a pass over
+# the outputs. With longer rows, the pass is a smaller part of the time: prefill of Qwen3-8B in 16 bits was not faster.
 MAX_ROW_BYTES = 5120
 
 
@@ -97,10 +97,10 @@ def packed_tile(x: torch.Tensor, weight, max_split_k: int) -> HopperTile | None:
 
 
 def suits_packed_kernels(x: torch.Tensor, weight) -> bool:
-    """Return whether kernels for Hopper multiply the 16-bit x by a Packed weight, or by a stack of them."""
+    """Return whether kernels for Hopper multiply the 16-bit x by a Packed weight or a stack of Packed weights."""
     if not has_hopper_kernels() or x.dtype == torch.float32 or weight.k % 8 or weight.group_ids is not None:
         return False
-    # float16 does not contain all scales that are powers of two
+    # float16 can't represent all scales that are powers of two
     return x.dtype == torch.bfloat16 or weight.scales.dtype != torch.float8_e8m0fnu
 
 
@@ -118,7 +118,7 @@ def choose_packed_tile(
     rows, outputs = min(128, max(16, 1 << (num_rows - 1).bit_length())), 64 if num_rows <= 128 else 128
     count, min_blocks = -(-num_rows // rows) * -(-n // outputs), 8 if rows <= 32 else 16
     split_k = max(1, min(max_split_k, 2 * sms // count, -(-k // 128) // min_blocks))
-    # as many programs share the registers and the memory of a multiprocessor
+    # this many programs share the registers and the memory of a multiprocessor
     programs = 2 if rows <= 64 else 1
     if rows == 16 and needs_few_registers and count * split_k > 2 * sms:
         programs = 3

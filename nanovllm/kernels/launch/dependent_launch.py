@@ -56,7 +56,7 @@ class DependentKernel:
 
 
 def dependent_kernel(early: tuple[str, ...] = ()) -> Callable[..., DependentKernel]:
-    """Decorate a `triton.jit` kernel. `early` names the pointer parameters that it reads before it waits."""
+    """Decorate a `triton.jit` kernel. `early` names the pointer parameters that the kernel reads before it waits."""
     return partial(DependentKernel, early=early)
 
 
@@ -82,7 +82,7 @@ def gdc_launch_and_wait(PDL: tl.constexpr):
     gdc_wait(PDL)
 
 
-_launched: ContextVar[list | None] = ContextVar("launched", default=None)  # by this thread, in `compile_only`
+_launched: ContextVar[list | None] = ContextVar("launched", default=None)  # in this thread, by `compile_only`
 
 
 class _Loaders(ThreadPoolExecutor):
@@ -110,7 +110,7 @@ def compile_only(work: Callable[[], None]) -> None:
     The outputs of these kernels contain arbitrary values. Return when all kernels are loaded onto the device, or raise
     the compiler's error. Threads help because the compiler rarely holds the GIL.
 
-    With Triton 3.4, this does nothing, and each kernel is compiled at its first launch.
+    With Triton 3.4, this function does nothing, and each kernel is compiled at its first launch.
     """
     if IS_TRITON_3_4:
         return
@@ -151,7 +151,8 @@ def launch(kernel: DependentKernel, grid: tuple[int, ...], device: torch.device,
     Usage: `launch(kernel, grid, device)(*arguments, **constants)`.
 
     `shared` is the percentage of a multiprocessor's L1 memory that becomes shared memory instead of cache. `None` lets
-    the driver choose. Kernels overlap only if they use the same percentage. Kernels for small batches need little.
+    the driver choose. Kernels overlap only if they use the same percentage. Kernels for small batches need little
+    shared memory.
     """
     run = launch_ordinary(kernel.jit, grid)
     if not has_tma(device) or IS_TRITON_3_4:
@@ -169,7 +170,7 @@ def launch_ordinary(jit, grid: tuple[int, ...]):
     """Return `jit[grid]` as an ordinary launch, which starts when all earlier kernels are complete."""
     if (launched := _launched.get()) is not None:
         launched.append(jit)
-    # with overflow checks, Triton's parser takes a quarter longer, and the checks are dropped later
+    # overflow checks make Triton's parser a quarter slower, although the compiler drops them later
     return partial(jit.run, grid=grid, warmup=launched is not None, sanitize_overflow=False)
 
 

@@ -15,7 +15,8 @@ def has_fp8_units(device: torch.device) -> bool:
 def has_tma(device: torch.device) -> bool:
     """Return whether the device has dependent launch, tile loads (TMA), and 227 KB of shared memory.
 
-    Hopper and data-centre Blackwell do. Other Blackwell chips, with 99 KB, are treated like older GPUs.
+    Hopper and data-centre Blackwell GPUs have these features. Other Blackwell chips have only 99 KB of shared memory,
+    and are treated like older GPUs.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
@@ -24,7 +25,7 @@ def has_tma(device: torch.device) -> bool:
 def has_hopper_kernels() -> bool:
     """Return whether the Gluon kernels can run.
 
-    They need Hopper and exactly Triton 3.6, because Gluon still changes.
+    These kernels need Hopper and exactly Triton 3.6, because Gluon changes from version to version.
     """
     from triton import __version__
 

@@ -1,4 +1,4 @@
-"""Kernels that copy from and to pinned host memory. CUDA graphs can contain them, and they need no copy engine.
+"""Kernels that copy from and to pinned host memory. They need no copy engine, and fit into CUDA graphs.
 
 Host memory is [2, capacity] int32: the host prepares one buffer while the device uses the other. `buffer_index` [1]
 int32, on the device, is the index of the device's current buffer.

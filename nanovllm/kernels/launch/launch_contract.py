@@ -1,8 +1,8 @@
-"""Checks in a dependent kernel's source what the kernel does before it waits (see dependent_launch.py).
+"""Checks the source of a dependent kernel: what the kernel does before it waits (see dependent_launch.py).
 
 The check runs when the kernel is defined, and assumes that the constexpr `PDL` is `True`. Pointer parameters are named
-`*_ptr`, tuples of pointers `*_ptrs`, and tensor descriptors `*_tiles`. The check follows their addresses through
-assignments and into called functions.
+`*_ptr`, tuples of pointers `*_ptrs`, and tensor descriptors `*_tiles`. The check follows the addresses in these
+parameters through assignments and into called functions.
 """
 
 import ast
@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 ADDRESS_FUNCTIONS = ("multiple_of", "max_contiguous")  # of triton.language: they neither read nor write memory
-ADDRESS_ENDINGS = ("_ptr", "_ptrs", "_tiles")  # of the names of parameters
+ADDRESS_ENDINGS = ("_ptr", "_ptrs", "_tiles")  # endings of the names of parameters
 WAITS = ("gdc_wait(PDL)", "gdc_launch_and_wait(PDL)")
 CONSTANTS = ("dtype", "layout", "block_shape")  # attributes that are not addresses
 COPY = "async_copy_global_to_shared"  # Gluon's load of a tile
@@ -47,7 +47,7 @@ class _Body:
         raise AssertionError(f"{self.function.__name__}: {what} before it waits: {ast.unparse(node)}")
 
     def run(self, statements: list[ast.stmt]) -> bool:
-        """Return whether a dependent launch waits within `statements`, and ignore statements after the wait."""
+        """Check `statements` up to the wait. Return whether a dependent launch waits in `statements`."""
         for statement in statements:
             if isinstance(statement, ast.If) and ast.unparse(statement.test) in ("PDL", "not PDL"):
                 is_dependent = isinstance(statement.test, ast.Name)

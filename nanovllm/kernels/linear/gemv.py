@@ -93,8 +93,8 @@ def gemv(
     n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     out = torch.empty((1, n), dtype=x.dtype, device=x.device) if out is None else out
     inputs = Inputs(x, residual, x if residual is None else torch.empty_like(x))
-    # Short matmuls gain from overlapping kernels. For long matmuls, 75% holds four programs of 40 KB each. The driver
-    # would choose a different percentage for each kernel.
+    # Short matmuls gain from overlapping kernels. For long matmuls, 75% of the memory holds four programs of 40 KB
+    # each. The driver would choose a different percentage for each kernel.
     shared = 50 if weight.numel() <= 2**23 else 75
     tile_size = (8192 if gated else 16384) // x.element_size()  # in weights; with `gated`, two tiles are loaded
     # for the shortest matmuls, programs load as much as they can before they wait

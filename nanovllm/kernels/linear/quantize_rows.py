@@ -1,7 +1,7 @@
 """Quantizes the inputs of GEMMs to e4m3, in a separate kernel or in the kernel of the preceding norm or activation.
 
 A group of inputs in a row shares a scale: 128 inputs if the weights have block scales, otherwise the whole row. Without
-a tensor for scales, the same functions store norms and activations unquantized.
+a tensor for scales, the same functions store unquantized results.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ SLOW_ROWS = range(129, 256)  # padded to 256: the library takes at least as long
 
 
 class Groups(NamedTuple):
-    """How the `n` elements of a row are divided into groups of `size` elements that share a scale."""
+    """The division of a row's `n` elements into groups of `size` elements that share a scale."""
 
     n: int
     size: int
@@ -29,7 +29,7 @@ class Groups(NamedTuple):
 
 @triton.jit
 def positions_of(first_group, GROUPS: tl.constexpr):
-    """For each element of groups [count, width], return its position in the row, and whether it exists."""
+    """For each element of groups [count, width], return the element's position in the row, and whether it exists."""
     col = tl.arange(0, GROUPS.width)[None, :]
     at = (first_group + tl.arange(0, GROUPS.count))[:, None] * GROUPS.size + col
     return at, (at < GROUPS.n) & (col < GROUPS.size)

@@ -38,7 +38,7 @@ def _split_k_kernel(
     n = first_n + tl.arange(0, TILES.tile_n)
     x_scales = scale_ptrs.x, m, m < M, scale_ptrs.x_stride
     w_scales = scale_ptrs.w, first_n, N
-    # transposed: tensor cores multiply 64 rows at a time, and W has many rows where x has few
+    # transposed, because tensor cores multiply 64 rows at a time: W has many rows, but x may have few
     acc = tl.zeros([n.shape[0], m.shape[0]], tl.float32)
     first_k = split * SHAPE.k_per_split
     end_k = tl.minimum(first_k + SHAPE.k_per_split, SHAPE.k)
@@ -63,7 +63,7 @@ def _tile_m(m: int, weight: torch.Tensor) -> int:
 def _is_for_hopper(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether hopper_gemm.py should compute this GEMM when K is split.
 
-    With at most twice as many inputs as outputs, adding the summands takes as much time as it saves.
+    If there are at most twice as many inputs as outputs, adding the summands takes as much time as the split saves.
     """
     is_large = MAX_ROWS // 2 < len(x) <= MAX_ROWS and weight.numel() > FEW_WEIGHTS
     return is_large and weight.shape[1] > 2 * len(weight) and x.dtype != torch.float32 and has_hopper_kernels()
@@ -90,11 +90,11 @@ def choose_split_k(x: torch.Tensor, weight: torch.Tensor, max_split_k: int) -> i
 
 
 def scaled_tiles(num_rows: int, columns: int, sms: int) -> Tiles:
-    """Return the tiles for 8-bit weights, for `columns` outputs times splits.
+    """Return the tiles for 8-bit weights. `columns` is the number of outputs times the number of splits.
 
     A multiprocessor runs two programs at a time. If a multiprocessor gets only one program, that program keeps more
     loads in flight. For 17 to 64 rows, tiles are twice as wide if more than 90% of the multiprocessors then get one
-    tile each. This halves the reads of x.
+    tile each. Wider tiles halve the reads of x.
     """
     tile_m = tile_m_of(num_rows)
     tile_n = 2 * TILE_N if 16 < num_rows <= 64 and 0.9 * sms < columns / (2 * TILE_N) <= sms else TILE_N

@@ -25,9 +25,9 @@ class Tiles(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """The number of inputs of a matmul, and how many of them share a scale (a kernel constant).
+    """The number of inputs of a matmul, and how many of them share a scale, as a compile-time constant.
 
-    Without scales, the fields are as with one scale per row, so kernels are not compiled for each N.
+    Without scales, the fields have the same values as with one scale per row, so kernels are not compiled for each N.
     """
 
     k: int
@@ -121,7 +121,7 @@ def scale_of(largest):
 
 @triton.jit
 def as_factor(x):
-    """Convert e4m3 bits to float16, so that `tl.dot` computes the same as FP8 units. Return e4m3 unchanged."""
+    """Convert e4m3 bits to float16, so that `tl.dot` computes the same results as FP8 units. Return e4m3 unchanged."""
     if x.dtype == tl.uint8:
         x = decode_e4m3(x, tl.float16)
     return x
@@ -158,9 +158,9 @@ def scales_of_x(x_scale_ptr, begin, row, is_row, stride, GROUP: tl.constexpr):
 
 @triton.jit
 def times_scales(y, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES: tl.constexpr, WHOLE: tl.constexpr):
-    """If the weight has scales, multiply y [tile_n, M] by the scales of its rows and of the rows of x.
+    """If the weight has scales, multiply y [tile_n, M] by the scales of the rows of the weight and of x.
 
-    With WHOLE, these are the scales of whole rows, otherwise those of the group of inputs at `begin`.
+    With WHOLE, the scales apply to whole rows, otherwise to the group of inputs at `begin`.
 
     `x_scales` is (pointer, rows, mask of existing rows, stride between groups). `w_scales` is (pointer, first row, end
     row).
@@ -193,8 +193,8 @@ def add_product(acc, w, x, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES
 def columns_of_parts(TILE_K: tl.constexpr, BLOCK_K: tl.constexpr, MAX_LANE: tl.constexpr):
     """Divide the columns of a tile for a matrix-vector multiplication: [parts, LANE].
 
-    A part lies within one block, so LANE is the smaller of MAX_LANE and the width of a block. The same parts of the
-    weights and of x are in the same thread, so threads exchange few values.
+    A part lies within one block, so LANE is the smaller of MAX_LANE and the width of a block. Each thread holds the
+    same parts of the weights and of x, so threads exchange few values.
     """
     LANE: tl.constexpr = BLOCK_K if BLOCK_K < MAX_LANE else MAX_LANE
     return tl.arange(0, TILE_K // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]

@@ -1,8 +1,8 @@
 """Computes the cutoffs of top-k, top-p and min-p without sorting (definition: layers/sampler.py).
 
 The vocabulary is divided into tiles, whose maxima show which few tiles contain entries above a bound. A search finds
-the smallest logit that is kept. Each iteration divides the remaining interval into four. If not all tokens with the
-smallest logit are kept, one more pass finds the last kept token.
+the smallest logit that is kept. Each iteration divides the remaining interval into four parts. If not all tokens with
+the smallest logit are kept, one more pass finds the last kept token.
 """
 
 from typing import NamedTuple
@@ -59,7 +59,7 @@ def _weight(x, row):
 def _sum_above(row, bound_1, bound_2, bound_3, BY_MASS: tl.constexpr):
     """For each of three ascending bounds, return the number of entries >= the bound.
 
-    With BY_MASS, return the sums of their weights exp((entry - max) / temperature) instead.
+    With BY_MASS, return sums of the entries' weights exp((entry - max) / temperature) instead.
     """
     num_listed = _list_tiles(row, bound_1)
     sum_1 = tl.zeros([GROUP, TILE], tl.float32)
@@ -75,7 +75,7 @@ def _sum_above(row, bound_1, bound_2, bound_3, BY_MASS: tl.constexpr):
 
 @triton.jit
 def _key(x, LOW: tl.constexpr):
-    """Round a number down to the logits' dtype, and return its rank in that dtype."""
+    """Round a number down to the logits' dtype, and return the rank of the result in that dtype."""
     return (ordered_bits(x.to(tl.int32, bitcast=True)) >> LOW).to(tl.int64)
 
 
@@ -89,7 +89,7 @@ def _value(key, LOW: tl.constexpr):
 def _probe(quarters, iteration, low, high, row, LOW: tl.constexpr):
     """Return the key that is `quarters` quarters of the way from `low` to `high`.
 
-    The first four iterations measure the distance in logits. Later iterations measure it in keys, because
+    The first four iterations measure the distance in logits. Later iterations measure the distance in keys, because
     floating-point numbers are densest around 0.
     """
     begin = tl.maximum(_value(low, LOW), row.max - 32 * row.temperature)
@@ -102,7 +102,8 @@ def _probe(quarters, iteration, low, high, row, LOW: tl.constexpr):
 def _search(row, lower_bound, target, BY_MASS: tl.constexpr, LOW: tl.constexpr):
     """Find the smallest number >= `lower_bound` for which the amount above the number is less than `target`.
 
-    Return the number and the amount: a count of entries or, with BY_MASS, the sum of their weights (see `_sum_above`).
+    Return the number and the amount: a count of entries or, with BY_MASS, the sum of the entries' weights (see
+    `_sum_above`).
     """
     low, high = _key(lower_bound, LOW), _key(row.max, LOW)
     above = 0.0  # the amount above `high`

@@ -2,8 +2,8 @@
 
 Each program processes one row at a time, with one counter per token id, all zero at first. First, the program counts
 the row's tokens. Then each thread replaces a token's counter by zero, and gets the previous count. The first thread for
-a token gets its count, and edits its logit. Later threads for the same token get zero. At the end, all counters are
-zero again. The kernel skips rows that use none of these parameters.
+a token gets the token's count, and edits the token's logit. Later threads for the same token get zero. At the end, all
+counters are zero again. The kernel skips rows that use none of these parameters.
 """
 
 from typing import NamedTuple
@@ -98,7 +98,7 @@ def _penalize_kernel(
             bias = tl.load(biases_ptr + entry, at < num_biases, 0.0)
             x = tl.load(x_ptr + ids, at < num_biases, 0.0).to(tl.float32) + bias
             tl.store(x_ptr + ids, x.to(dtype), at < num_biases)
-            tl.debug_barrier()  # a stop id may have a bias too
+            tl.debug_barrier()  # a stop id may also have a bias, which must be stored first
             tl.store(x_ptr + ids, float("-inf"), (at >= num_biases) & (at < num_biases + num_stops))
             tl.debug_barrier()
         if tl.load(params_ptr + IS_PENALIZED) != 0:

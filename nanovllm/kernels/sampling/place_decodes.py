@@ -2,8 +2,9 @@
 
 `place_decodes` and `accept` are defined in batches/request_tables.py, and `place_chains` in spec_decode/rows.py.
 
-All are ordinary launches. Attention reads the slots, lengths and block tables of `place_decodes` before it waits. This
-is safe, because the embedding, also an ordinary launch, comes in between (dependent_launch.py).
+All these kernels are ordinary launches. Attention reads the slots, lengths and block tables of `place_decodes` before
+it waits. This early read is safe, because the embedding, also an ordinary launch, comes in between
+(dependent_launch.py).
 """
 
 import torch

@@ -15,7 +15,7 @@ SPLIT_SIZE = 2048
 
 
 class Splits(NamedTuple):
-    """How a row is divided into splits, one per program (a kernel constant).
+    """The division of a row into splits, one per program, as a compile-time constant.
 
     Noise is generated for four tokens at a time, so the first split begins at a multiple of four.
     """

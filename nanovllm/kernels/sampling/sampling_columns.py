@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 GREEDY_BELOW = 1e-5  # float32 logits cannot be divided by a smaller temperature
-# rounds of the noise generator: the smallest number that passes every BigCrush test, according to its authors
+# rounds of the noise generator: the smallest number that passes every BigCrush test, according to the generator's
+# authors
 PHILOX_ROUNDS = 7
 MAX_CUSTOM_COLUMNS = 4  # for features that are registered from outside (features.register_feature)
 COLUMNS: dict[str, type] = {  # in this order; float is float32, which is stored as its bits

@@ -68,7 +68,7 @@ def _read_sources(raw: dict, sizes: tuple[int | None, ...], file: Path) -> tuple
 
 
 def max_table_views(raw: dict, details: Windows) -> int:
-    """Return ModelConfig's field of this name. Several ranks need at most as many views as one."""
+    """Return ModelConfig's field of this name. Several ranks need at most as many views as one rank."""
     own = [size for i, size in enumerate(details.sizes) if details.more.sources[i] == i]
     num_full, more = own.count(None), details.more
     ratio = raw["head_dim"] * raw["num_key_value_heads"] / (more.head_dim * more.num_key_value_heads)

@@ -49,7 +49,7 @@ class Gemma4DecoderLayer(Gemma3DecoderLayer):
 
 
 class Gemma4Router(nn.Module):
-    """Chooses experts from hidden states with a norm of its own. Each expert has a factor of its weight."""
+    """Normalizes hidden states, and chooses experts. The weight of an expert is multiplied by the expert's factor."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -66,7 +66,7 @@ class Gemma4Router(nn.Module):
 
 
 class Gemma4ExpertsLayer(Gemma4DecoderLayer):
-    """Adds the outputs of the MLP and of experts. Both read the hidden states after attention, and have their norms."""
+    """Adds the outputs of an MLP and of experts. Both read hidden states after attention, with separate norms."""
 
     def __init__(self, config: ModelConfig, self_attn: nn.Module, mlp: nn.Module):
         super().__init__(config, self_attn, mlp)
@@ -85,7 +85,7 @@ class Gemma4ExpertsLayer(Gemma4DecoderLayer):
 
 
 class Gemma4PerLayer(Gemma4DecoderLayer):
-    """Adds the token's embedding for this layer, multiplied by a gate."""
+    """Multiplies the token's embedding for this layer by a gate, and adds a projection of the result."""
 
     def __init__(self, config: ModelConfig, self_attn: nn.Module, mlp: nn.Module):
         super().__init__(config, self_attn, mlp)
@@ -110,7 +110,7 @@ class Gemma4PerLayer(Gemma4DecoderLayer):
 
 
 class Gemma4PerLayerModel(Qwen3Model):
-    """Adds embeddings for each layer to a model, whose parts it uses."""
+    """Wraps the parts of a model, and gives each layer an additional embedding of the tokens."""
 
     def __init__(self, model: Qwen3Model, config: ModelConfig):
         nn.Module.__init__(self)  # the base class would allocate another embedding

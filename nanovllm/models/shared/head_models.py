@@ -75,7 +75,7 @@ class Eagle3Head(nn.Module):
     """The head of Li et al., "EAGLE-3: scaling up inference acceleration of large language models via training-time
     test" (2025).
 
-    For each token, the head reads hidden states from three of the model's layers. Its logits cover part of the
+    For each token, the head reads hidden states from three of the model's layers. The head's logits cover part of the
     vocabulary.
     """
 
@@ -122,8 +122,8 @@ class Eagle3Head(nn.Module):
 class MtpHead(nn.Module):
     """The draft head in checkpoints of Qwen3.5 and Qwen3-Next ("multi-token prediction").
 
-    The head is a full-attention layer that reads the model's final hidden states, and shares its embedding and output
-    head.
+    The head is a full-attention layer that reads the model's final hidden states. The head shares the model's embedding
+    and output head.
     """
 
     packed_modules_mapping: ClassVar = Qwen3ForCausalLM.packed_modules_mapping

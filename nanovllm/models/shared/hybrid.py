@@ -46,9 +46,9 @@ class GatedAttention(Qwen3Attention):
 class SharedExpertMoE(MoE):
     """A mixture of experts, and a shared expert that every token uses.
 
-    If the shared expert has the shape of the other experts, it is stacked with them, and its gate with the router. The
-    shared expert's parameters are then views of the stacked weights, and loading fills the views. With expert
-    parallelism or quantization, nothing is stacked.
+    If the shared expert has the shape of the other experts, the experts' weights include its weights as the last
+    expert, and the router's weight includes its gate. The shared expert's parameters are then views of the stacked
+    weights, and loading fills the views. With expert parallelism or quantization, nothing is stacked.
     """
 
     def __init__(self, config: ModelConfig):
@@ -70,7 +70,7 @@ class SharedExpertMoE(MoE):
 class HybridLayer(nn.Module):
     """A decoder layer like Qwen3DecoderLayer, but with either attention or a GatedDeltaNet.
 
-    Attributes have the names in checkpoints.
+    Attributes have the same names as in checkpoints.
     """
 
     def __init__(self, config: ModelConfig, mixer: nn.Module, mlp: nn.Module):

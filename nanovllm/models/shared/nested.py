@@ -13,7 +13,7 @@ TOWER_PREFIX = "model.visual."
 
 
 class NestedModel(nn.Module):
-    """Contains a decoder as `language_model`, and perhaps a VisionTower as `visual`: the names in checkpoints."""
+    """Contains a decoder as `language_model`, and perhaps a VisionTower as `visual`. Checkpoints use these names."""
 
     def __init__(self, language_model: nn.Module):
         super().__init__()
@@ -24,7 +24,7 @@ class NestedModel(nn.Module):
 
 
 def nest(model: Any, config: ModelConfig) -> None:
-    """Make a NestedModel of a family's decoder. If the engine takes images, add the tower and positions of images."""
+    """Wrap a family's decoder in a NestedModel. If the engine takes images, add the vision tower and M-RoPE."""
     layers = model.model.layers
     model.model = NestedModel(model.model)
     if config.vision is None:

@@ -1,4 +1,4 @@
-"""Families in which some layers attend to a window, and have a separate rotary embedding."""
+"""Families in which some layers attend to a window. These layers have a separate rotary embedding."""
 
 from math import ceil
 from pathlib import Path
@@ -11,7 +11,7 @@ from nanovllm.utils.checks import check_int
 
 
 class Windows(NamedTuple):
-    """The `ModelConfig.details` of these families."""
+    """The `ModelConfig.details` of families with windows."""
 
     sizes: tuple[int | None, ...]  # for each layer, how many tokens a token attends to; None: all
     rope: tuple[tuple[float, ...], float]  # `rope_inv_freq` and `rope_scale` of layers with a window
@@ -38,8 +38,8 @@ def read_windows(raw: dict, file: Path, interval: int, local_theta: float | None
     """Return the fields of ModelConfig for layers with a window of `sliding_window` tokens.
 
     In older checkpoints without `layer_types`, every `interval`-th layer attends to all tokens. Layers with a window
-    ignore `rope_scaling`. The theta of these layers is the first that exists of `rope_parameters`, `local_theta` and
-    `rope_theta`.
+    ignore `rope_scaling`. The theta of layers with a window comes from `rope_parameters["sliding_attention"]`, else
+    from `local_theta`, else from `rope_theta`.
     """
     num_layers = raw["num_hidden_layers"]
     interval = check_int(f"{file}: sliding_window_pattern", raw.get("sliding_window_pattern", interval), low=1)

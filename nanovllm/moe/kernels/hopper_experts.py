@@ -1,9 +1,9 @@
-"""The second GEMM of moe_gemm.py (after SwiGLU) on Hopper, for many rows in 16 bits.
+"""The second GEMM of moe_gemm.py (after the activation) on Hopper, for many rows in 16 bits.
 
-Written in Gluon. Two warpgroups multiply, one warp loads, two warps store, and one warp looks up tiles.
+The kernel is written in Gluon. Two warpgroups multiply, one warp loads, two warps store, and one warp looks up tiles.
 
-A tile has 128 rows of one expert (64 for each warpgroup) and 256 outputs. A tile takes only 10 microseconds. In the
-meantime, other warps store the 64 KiB of the previous tile, and look up the next tile.
+A tile has 128 rows of one expert (64 for each warpgroup) and 256 outputs. Multiplying a tile takes only 10
+microseconds. In this time, other warps store the 64 KiB of the previous tile, and look up the next tile.
 """
 
 from typing import NamedTuple
@@ -131,7 +131,7 @@ def _multiply(weights_ptr, pairs_ptr, lookup, rings, out, W: gl.constexpr, PLAN:
             mbarrier.wait(full.index(stage), i // STAGES & 1)
             x, w = x_ring.index(stage).slice(W * 64, 64), w_ring.index(stage).permute((1, 0))
             sums = hopper.warpgroup_mma(x, w, sums, is_async=True)
-            sums = hopper.warpgroup_mma_wait(1, deps=[sums])  # for the previous one
+            sums = hopper.warpgroup_mma_wait(1, deps=[sums])  # for the previous matmul
             mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=k > 0)
             i += 1
         sums = hopper.warpgroup_mma_wait(0, deps=[sums])

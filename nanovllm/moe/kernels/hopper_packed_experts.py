@@ -30,13 +30,13 @@ from nanovllm.quantization.kernels.hopper_packed_gemm import (
 
 class ExpertsPlan(NamedTuple):
     top_k: int
-    is_single: bool  # all rows are the only row of x
+    is_single: bool  # all rows share the only row of x
     is_last: bool  # whether results are multiplied by routing weights, and stored in the order of pairs
 
 
 @gluon.jit
 def _store_rows(out_ptr, sums, routing_ptrs, row, num_rows, rows_of_tile, num_tokens, EXPERTS: gl.constexpr):
-    """Store the sums [64, tokens] of a warpgroup as its rows' outputs from `row` on, if these exist."""
+    """Store the sums [64, tokens] of a warpgroup: 64 outputs from `row` on, for each row of the tile."""
     weights_ptr, pairs_ptr = routing_ptrs
     first_row, end_row = rows_of_tile
     TOKENS: gl.constexpr = sums.shape[1]
@@ -122,9 +122,9 @@ def packed_rows(
 ) -> torch.Tensor:
     """Fill `out` with each row of x times its expert's weight, plus the expert's bias.
 
-    x [rows, K] has 16 bits. Its rows are sorted as in `rows`, or x is a single row that all pairs share. `weight` is a
-    stack of Packed weights [experts, N, K] with contiguous groups. If `out` is [top_k, T, N], results are multiplied by
-    the routing weights. Otherwise, `out` is [rows, N].
+    x [rows, K] has 16 bits. The rows of x are sorted as in `rows`, or x is a single row that all pairs share. `weight`
+    is a stack of Packed weights [experts, N, K] with contiguous groups. If `out` is [top_k, T, N], results are
+    multiplied by the routing weights. Otherwise, `out` is [rows, N].
     """
     (num_tokens, top_k), n = routing.weights.shape, out.shape[-1]
     tile = packed_expert_tile(rows.tile_m, len(rows.table), n, num_sms(x.device))

@@ -1,4 +1,4 @@
-"""Selects the kernels for a mixture of experts and the norm before its router, by the number of tokens."""
+"""Selects kernels by the number of tokens, for a mixture of experts and the norm before the router."""
 
 from functools import partial
 
@@ -36,21 +36,24 @@ def sum_experts(x, experts, weights, expert_ids):
     return moe_gemv(x, routing, *stacks, first, activation=activation)
 
 
-def sum_by_gemm(x, experts, weights, expert_ids):
+def sum_by_gemm(x, experts, weights, expert_ids, packed=packed_experts):
     routing = Routing(weights, expert_ids.int(), experts.num_experts)
-    return sum_local_parts(_parts(x, routing, experts), routing, experts.first_expert, experts.num_stacked)
+    return sum_local_parts(_parts(x, routing, experts, packed), routing, experts.first_expert, experts.num_stacked)
 
 
 def suits_gemv(experts) -> bool:
     return experts.gate_up_proj_bias is None and not experts.format.is_packed
 
 
-def _parts(rows, routing, experts):
-    """Compute the results of each token's experts with grouped GEMMs: [top_k, T, hidden]."""
+def _parts(rows, routing, experts, packed):
+    """Compute the results of each token's experts with grouped GEMMs: [top_k, T, hidden].
+
+    `packed` computes them for 4-bit weights.
+    """
     stacks, first = experts.format.stacks(experts), experts.first_expert
     terms = (experts.gate_up_proj_bias, experts.down_proj_bias), experts.activation
     if experts.format.is_packed:
-        return packed_experts(rows, routing, *stacks, first, *terms)
+        return packed(rows, routing, *stacks, first, *terms)
     return moe_gemm(rows, routing, *stacks, first, experts.format.quantizes_activations, *terms)
 
 
@@ -81,7 +84,7 @@ def _by_gemv(x, layer, slot_mapping):
     return layer.sum_over_ranks(compute, *rows.shape, rows.dtype)
 
 
-def mix_by_gemm(x, layer, slot_mapping, router=router_logits):
+def mix_by_gemm(x, layer, slot_mapping, router=router_logits, packed=packed_experts):
     """Compute the experts with grouped GEMMs.
 
     On a single rank, the next norm adds the `top_k` results of each token.
@@ -89,7 +92,7 @@ def mix_by_gemm(x, layer, slot_mapping, router=router_logits):
     experts, tp, rows = layer.experts, layer.tp, x.tensor()
     logits = router(rows, layer.gate.weight)
     routing = route(logits, layer.top_k, layer.renormalize, slot_mapping, layer.num_shared, layer.gate.bias)
-    parts = _parts(rows, routing, experts)
+    parts = _parts(rows, routing, experts, packed)
     if tp.size == 1:
         return layer.sum_over_ranks(lambda out: parts.squeeze(0), *rows.shape, rows.dtype, len(parts))
     compute = partial(sum_local_parts, parts, routing, experts.first_expert, experts.num_stacked)

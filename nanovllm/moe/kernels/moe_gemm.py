@@ -3,8 +3,8 @@
 With 8-bit weights, GPUs with FP8 units quantize the inputs of both GEMMs to e4m3, and other GPUs convert the weights to
 the dtype of x.
 
-A token has `top_k` results, which are stored separately and added by the next norm. Adding them here would need atomic
-additions, whose order changes from run to run.
+A token has `top_k` results, which are stored separately and added by the next norm. Adding the results here would need
+atomic additions, whose order changes from run to run.
 """
 
 from typing import NamedTuple
@@ -24,8 +24,8 @@ from nanovllm.moe.kernels.moe_routing import TILE_FIELDS, ExpertRows, Routing, s
 # consecutive tiles of rows that use the same tile of weights, which then stays in the L2 cache
 GROUP_M = tl.constexpr(4)
 
-# By TILE_M, for elements of two bytes. If reading weights is the limit, two programs fit on a multiprocessor, so that
-# one reads while the other begins or ends. In GATE_UP, tile_n outputs need 2 * tile_n rows of weights.
+# By TILE_M, for elements of two bytes. If reading weights limits the speed, two programs fit on a multiprocessor, so
+# that one program reads while the other begins or ends. In GATE_UP, tile_n outputs need 2 * tile_n rows of weights.
 GATE_UP = {16: Tiles(64, 128, 3, 4), 32: Tiles(64, 64, 5, 4), 64: Tiles(64, 64, 4, 4), 128: Tiles(128, 64, 4, 8)}
 DOWN = {16: Tiles(128, 128, 3, 4), 32: Tiles(128, 64, 5, 4), 64: Tiles(128, 64, 4, 4), 128: Tiles(128, 64, 3, 4)}
 FLOAT32 = Tiles(32, 16, 3, 4)  # without tensor cores, for tests; larger tiles exceed the registers
@@ -46,7 +46,7 @@ def choose_tile_m(num_pairs: int, num_experts: int) -> int:
 
 @triton.jit
 def add_bias(y, bias_ptr, row, is_row):
-    """Add the bias, if there is one, to y [tile_n, tile_m], which contains outputs `row` of the stacked weights."""
+    """Add the bias, if there is one, to y [tile_n, tile_m]. The first dimension of y belongs to outputs `row`."""
     if bias_ptr is not None:
         y += tl.load(bias_ptr + row, is_row, 0.0).to(tl.float32)[:, None]
     return y
@@ -91,7 +91,7 @@ def _grouped_kernel(
     pair = tl.load(pairs_ptr + row, is_used, 0)
     k = tl.arange(0, TILES.tile_k)
     n = first_n + tl.arange(0, TILES.tile_n)
-    first_w = expert * (2 * N if IS_GATED else N) + first_n  # of gate; the rows of up begin N rows later
+    first_w = expert * (2 * N if IS_GATED else N) + first_n  # row of gate_proj; up_proj begins N rows later
     end_w = first_w - first_n + N
     w_scales = scale_ptrs.w, first_w, end_w
     if IS_GATED:
@@ -180,10 +180,11 @@ def moe_gemm(
     quantize: bool = False,
     biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     activation: tuple | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute this rank's experts, starting at `first_expert`, for x [T, hidden] with T > 0.
 
-    Return [top_k, T, hidden], to be summed over the first dimension. Entries of other ranks' experts are not written.
+    Return `out` [top_k, T, hidden], to be summed over the first dimension. Entries of other experts are not written.
     `gate_up` is [experts, 2 * size, hidden], and `down` is [experts, hidden, size]. All tensors are contiguous, and the
     size of a row is a multiple of 16 bytes. Scales of 8-bit weights are [experts, N / block rows, K / block columns],
     and blocks have at least 32 columns. With `quantize`, activations are quantized to e4m3. `biases` are [experts, 2 *
@@ -196,7 +197,8 @@ def moe_gemm(
     rows = sort_by_expert(routing.expert_ids, first_expert, num_local, tile_m)
     h = x.new_empty(len(rows.pairs), size)
     _grouped_product(x, gate_up, biases[0], rows, routing, h, quantize, activation)
-    out = x.new_empty(routing.weights.shape[1], len(x), hidden)
+    if out is None:
+        out = x.new_empty(routing.weights.shape[1], len(x), hidden)
     return _grouped_product(h, down, biases[1], rows, routing, out, quantize)
 
 

@@ -1,6 +1,6 @@
 """Mixture of experts for a few tokens: matrix-vector multiplications with the chosen experts' weights.
 
-Of 8-bit weights with scales, a thread loads LANE adjacent values at once, all from the same block.
+With 8-bit weights, a thread loads LANE adjacent values at once, all from the same scale block.
 """
 
 from typing import NamedTuple
@@ -157,7 +157,7 @@ def _scaled_gate_up_gemv_kernel(
     ACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute the same as `_gate_up_gemv_kernel`, with 8-bit weights and without a norm."""
+    """Compute the same results as `_gate_up_gemv_kernel`, with 8-bit weights and without a norm."""
     gdc_launch_and_wait(PDL)
     w_ptr, scale_ptr = w_ptrs
     pair = tl.program_id(1)
@@ -202,7 +202,7 @@ def _scaled_gate_up_gemv_kernel(
 def _scaled_down_gemv_kernel(
     h_ptr, w_ptrs, choice_ptrs, out_ptr, first_expert, N, SHAPE: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr
 ):
-    """Compute the same as `_down_gemv_kernel`, with 8-bit weights."""
+    """Compute the same results as `_down_gemv_kernel`, with 8-bit weights."""
     K: tl.constexpr = SHAPE.k
     TILE_K: tl.constexpr = SIZES.tile_k
     COLUMNS: tl.constexpr = K // SHAPE.block_k
@@ -260,7 +260,7 @@ def moe_gemv(
     """Compute the experts for x [T, hidden] with T > 0. Return [T, hidden] in `out`, summed over this rank's experts.
 
     This rank's weights, starting at `first_expert`, are `gate_up` [experts, 2 * size, hidden] and `down` [experts,
-    hidden, size]. `norm` is (weight [hidden], eps) of an RMS norm, applied to x first. All tensors are contiguous.
+    hidden, size]. An RMS norm is applied to x first: `norm` is (weight [hidden], eps). All tensors are contiguous.
     """
     (num_tokens, top_k), kernels = routing.expert_ids.shape, (_gate_up_gemv_kernel, _down_gemv_kernel)
     tile = GATE_UP_TILE

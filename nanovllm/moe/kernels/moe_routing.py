@@ -142,9 +142,9 @@ def route(
     The softmax covers all experts that are not shared. The logits are the sum of `logits` [split_k, T, experts] over
     the first dimension, with T > 0, plus `bias` [experts] if there are no shared experts. With `renormalize`, the
     weights of the chosen experts add up to 1. At the end, weights are multiplied by the `factors` [experts]. Of experts
-    with equal logits, the lower id comes first (`torch.topk` defines no order). Tokens with a negative slot are
-    padding, and get the experts of the first token, so that no additional weights are read. Shared experts have the
-    last ids, and the sigmoids of their logits as weights.
+    with equal logits, the expert with the lowest id comes first. `torch.topk` defines no order for equal logits. Tokens
+    with a negative slot are padding. Padding gets the experts of the first token, so that no additional weights are
+    read. Shared experts have the last ids, and the sigmoids of their logits as weights.
     """
     split_k, num_tokens, num_logits = logits.shape
     num_experts, shape = num_logits - num_shared, (num_tokens, top_k + num_shared)
@@ -166,7 +166,7 @@ class SortSizes(NamedTuple):
 
 @triton.jit
 def _load_keys(ids_ptr, pair, num_pairs, first_expert, SIZES: tl.constexpr):
-    """Return keys that sort the pairs of a share by expert, then by index. Experts of other ranks come last."""
+    """Return keys that sort the pairs of a share by expert, then by index, with experts of other ranks last."""
     expert = tl.load(ids_ptr + pair, pair < num_pairs, -1) - first_expert
     is_local = (expert >= 0) & (expert < SIZES.num_experts) & (pair < num_pairs)
     return tl.where(is_local, expert, SIZES.num_experts) * SIZES.share + pair % SIZES.share
@@ -192,7 +192,7 @@ def _count_kernel(ids_ptr, rows_ptr, num_pairs, first_expert, SIZES: tl.constexp
 def _scan_kernel(rows_ptr, num_shares, SIZES: tl.constexpr, PDL: tl.constexpr):
     """In each program, sum one expert's numbers of rows over all shares, and store the sum in the first share.
 
-    In each share, replace the expert's first row by the number of rows of other shares that precede it.
+    In each share, replace the expert's first row by the number of preceding rows that belong to other shares.
     """
     gdc_launch_and_wait(PDL)
     share = tl.arange(0, MAX_SHARES)
@@ -252,8 +252,8 @@ def max_tiles(num_pairs: int, num_experts: int, tile_m: int) -> int:
 def sort_by_expert(expert_ids: torch.Tensor, first_expert: int, num_experts: int, tile_m: int) -> ExpertRows:
     """Return the rows and tiles of `num_experts` experts, starting at `first_expert`.
 
-    `expert_ids` is [T, top_k] int32, with T > 0. An expert's rows are in the order of pairs. Shapes determine the sizes
-    of the results, so the last entries of `pairs` may stay unwritten.
+    `expert_ids` is [T, top_k] int32, with T > 0. An expert's rows are in the order of pairs. The sizes of the results
+    depend only on shapes, so the last entries of `pairs` may stay unwritten.
     """
     num_pairs, device = expert_ids.numel(), expert_ids.device
     num_tiles = max_tiles(num_pairs, num_experts, tile_m)

@@ -1,7 +1,7 @@
 """Mixture of experts with 4-bit weights: the grouped GEMMs of moe_gemm.py, for any number of tokens.
 
-On Hopper, the GEMMs are kernels in Gluon, which read rows in the order of experts. Other kernels copy x in this order,
-and compute the activation.
+On Hopper, the GEMMs are Gluon kernels, which read rows sorted by expert. Separate kernels sort the rows of x and
+compute the activation. On other GPUs, the weights are converted for moe_gemm.py if there are many rows.
 """
 
 import torch
@@ -12,15 +12,19 @@ from nanovllm.kernels.hopper.hopper_tiles import suits_packed_kernels
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch, next_power_of_2
 from nanovllm.kernels.linear.tiles import Tiles
 from nanovllm.moe.kernels.activation import activate
-from nanovllm.moe.kernels.moe_gemm import add_bias, choose_tile_m
+from nanovllm.moe.kernels.moe_gemm import add_bias, choose_tile_m, moe_gemm
 from nanovllm.moe.kernels.moe_routing import TILE_FIELDS, ExpertRows, Routing, sort_by_expert
 from nanovllm.quantization.kernels.packed_gemm import (
     FEW_ROWS,
     add_packed_product,
+    dequantize_packed,
     packed_operands,
     packed_tiles,
     times_row_scales,
 )
+
+MIN_CONVERTED_ROWS = 256  # with so many rows per expert on average, converting the weights takes less time
+MAX_CONVERTED_BYTES = 2**30
 
 
 @dependent_kernel()
@@ -41,7 +45,7 @@ def _packed_grouped_kernel(
 ):
     """In each program, compute `tile_n` outputs of at most `tile_m` rows of one expert.
 
-    With IS_GATED, the kernel computes the first GEMM and the activation, for tokens in their order.
+    With IS_GATED, the kernel computes the first GEMM and the activation, and x is in the order of tokens.
     """
     gdc_launch_and_wait(PDL)
     weights_ptr, pairs_ptr, table_ptr = routing_ptrs
@@ -135,12 +139,38 @@ def _by_hopper_kernels(
     return packed_rows(h, down, biases[1], rows, routing, x.new_empty(routing.weights.shape[1], num_tokens, hidden))
 
 
+def _with_converted_weights(
+    x: torch.Tensor, routing: Routing, gate_up, down, first_expert: int, biases: tuple, activation
+) -> torch.Tensor:
+    """Convert the weights of some experts after the other to the dtype of x, so that a buffer contains them."""
+    num_local, hidden, _ = down.words.shape
+    out = x.new_empty(routing.weights.shape[1], len(x), hidden)
+    step = max(1, MAX_CONVERTED_BYTES // (3 * hidden * down.k * x.itemsize))
+    for begin in range(0, num_local, step):
+        some = slice(begin, begin + step)
+        weights = (dequantize_packed(weight.of(some), x.dtype) for weight in (gate_up, down))
+        terms = tuple(None if bias is None else bias[some] for bias in biases)
+        moe_gemm(x, routing, *weights, first_expert + begin, biases=terms, activation=activation, out=out)
+    return out
+
+
 def packed_experts(
     x: torch.Tensor, routing: Routing, gate_up, down, first_expert: int = 0, biases=(None, None), activation=None
 ) -> torch.Tensor:
     """Compute `moe_gemm` with stacks of Packed weights."""
+    arguments = x, routing, gate_up, down, first_expert, biases, activation
     if suits_packed_kernels(x, gate_up) and suits_packed_kernels(x, down):
-        return _by_hopper_kernels(x, routing, gate_up, down, first_expert, biases, activation)
+        return _by_hopper_kernels(*arguments)
+    is_contiguous = gate_up.group_ids is None and down.group_ids is None
+    if is_contiguous and routing.expert_ids.numel() >= MIN_CONVERTED_ROWS * routing.num_experts:
+        return _with_converted_weights(*arguments)
+    return grouped_packed_experts(*arguments)
+
+
+def grouped_packed_experts(
+    x: torch.Tensor, routing: Routing, gate_up, down, first_expert: int = 0, biases=(None, None), activation=None
+) -> torch.Tensor:
+    """Compute `packed_experts` on any GPU. A row's results do not depend on the other rows."""
     (num_local, hidden, _), num_pairs = down.words.shape, routing.expert_ids.numel()
     tiles = packed_tiles(len(x) if len(x) <= FEW_ROWS else choose_tile_m(num_pairs, routing.num_experts))
     rows = sort_by_expert(routing.expert_ids, first_expert, num_local, tiles.tile_m)

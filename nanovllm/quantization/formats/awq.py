@@ -27,7 +27,7 @@ def read_config(raw: dict, file: Path) -> QuantConfig:
         ("scales", "scales", torch.t),
     )
     scheme = PackedScheme("int4", None if group == -1 else group, tensors)
-    # a name skips every module whose name contains it
+    # each entry skips every module whose name contains the entry
     ignore = tuple(f"re:.*{re.escape(name)}" for name in raw.get("modules_to_not_convert") or ())
     return QuantConfig("awq", (((ALL,), scheme),), ignore, ("I32",))
 

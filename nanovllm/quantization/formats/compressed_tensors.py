@@ -1,5 +1,6 @@
-"""Reads the format compressed-tensors: FP8 weights with a scale per output, per block or per weight matrix; and weights
-of 4 bits: integers, MXFP4 and NVFP4.
+"""Reads the format compressed-tensors.
+
+Weights are in FP8, with a scale per output, per block or per weight matrix, or have 4 bits: integers, MXFP4 or NVFP4.
 """
 
 from collections.abc import Callable
@@ -17,8 +18,8 @@ from nanovllm.quantization.scaled import QuantScheme
 from nanovllm.utils.checks import check_choice
 
 SCALE_NAME = "weight_scale"
-# Inputs in the order of their importance are in groups that are not contiguous, unless only the order of rounding
-# differs ("weight", "static").
+# With "group" and "dynamic", groups are not contiguous, because inputs were grouped in the order of their importance.
+# With "weight" and "static", this order was only the order of rounding.
 ORDERS = None, "weight", "static", "group", "dynamic"
 
 
@@ -36,7 +37,7 @@ def read_config(raw: dict, file: Path) -> QuantConfig:
         place, weights = f"{where}: {name}", group.get("weights") or {}
         check_choice(f"{place}: weights: dynamic", weights.get("dynamic", False), (False,))
         if dtypes != FP8_DTYPES and (activations := group.get("input_activations")):
-            # 4-bit activations are an option of the format, and stay in 16 bits here
+            # the format may quantize activations to 4 bits, but here they stay in 16 bits
             check_choice(f"{place}: input_activations: num_bits", activations.get("num_bits"), (4,))
         schemes.append((tuple(group.get("targets") or ()), read(weights, f"{place}: weights")))
     unused = (*UNUSED, ".weight_shape", ".activation_scale")

@@ -1,6 +1,6 @@
 """Implements FP8 (e4m3) for checkpoints and for the setting `quantization="fp8"`.
 
-For example, a scale in Qwen3's FP8 checkpoints belongs to a 128 x 128 block.
+In Qwen3's FP8 checkpoints, for example, each 128 x 128 block has a scale.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ def e4m3_scheme(rows: int | None, columns: int | None, scale_name: str | None = 
 
 
 def config_on_load() -> QuantConfig:
-    """Use one scale per output. Such scales multiply the matmul's result, and do not depend on the number of ranks."""
+    """Use one scale per output. These scales apply to the matmul's result, and do not depend on the number of ranks."""
     return QuantConfig("fp8", (((ALL,), e4m3_scheme(1, None)),))
 
 

@@ -1,11 +1,12 @@
 """Computes y = x W^T with 4-bit W on Hopper for up to 512 rows, written in Gluon.
 
 packed.py defines the layout of W. A block has 128 inputs. One warp loads blocks, and two warpgroups multiply 64 rows of
-W by all tokens of a tile. Either they have different rows, or they have the same rows and every other block. The second
-way makes more programs, so that few tokens keep all multiprocessors busy.
+W by all tokens of a tile. The two warpgroups have either different rows, or the same rows and alternate blocks. The
+second way uses more programs, so that few tokens keep all multiprocessors busy.
 
-A warpgroup converts weights in its registers, which are the first operand of its matmuls: it converts the second half
-of a block while the tensor cores multiply the first. Each thread keeps its codes.
+A warpgroup converts the weights in registers, because the first operand of its matmuls is in registers. It converts the
+second half of a block while the tensor cores multiply the first half. Each thread converts the codes that it has
+loaded.
 """
 
 from typing import NamedTuple
@@ -30,7 +31,7 @@ from nanovllm.kernels.hopper.hopper_tiles import HopperTile
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, launch
 from nanovllm.quantization.kernels.packed_gemm import INPUTS, WORDS, assembly_of, packed_operands
 
-ROWS = gl.constexpr(64)  # of W, per warpgroup
+ROWS = gl.constexpr(64)  # rows of W per warpgroup
 BLOCK = gl.constexpr(INPUTS.value)
 WORDS_OF_BLOCK = gl.constexpr(WORDS.value)
 # the first operand of a matmul: its words for a block, and its weights for half a block
@@ -42,8 +43,8 @@ CODES = gl.constexpr(
 OPERAND = gl.constexpr(gl.DotOperandLayout(0, sums_of(64), 2))
 SUMS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 MAX_SCALED_TOKENS = 32  # up to this many, scaling the sums of a block takes less time than scaling its weights
-# The bits of an e2m1 number are those of a 16-bit number that is smaller by 2^126 (bfloat16) or 2^14 (float16). Scales
-# multiply it by a part of this, so that the dtype contains the weights. The sums are multiplied by the rest.
+# If the bits of an e2m1 number are read as bfloat16 or float16, the number is smaller by the factor 2^126 or 2^14. The
+# scales are multiplied by a part of this factor, so that the dtype can represent the weights, and the sums by the rest.
 E2M1_EXPONENTS = {torch.bfloat16: (62, 64), torch.float16: (5, 9)}
 LOADING_REGISTERS = gl.constexpr(24)  # of a thread that loads
 
@@ -94,7 +95,7 @@ def load_blocks(tiles, rings, at, steps, PLAN: gl.constexpr):
 def _factors(w_ptrs, n, block, dtype: gl.constexpr, PLAN: gl.constexpr):
     """Load the scales of a block's groups for rows n of W, and the numbers that the conversion adds to the codes.
 
-    The last block may lack groups, whose scales are 0. Behind the last block, the result is that of the last block.
+    Groups that the last block lacks get scales of 0. After the last block, return the result of the last block.
     """
     GROUPS: gl.constexpr = PLAN.groups
     LAST: gl.constexpr = (PLAN.weight.groups - 1) // GROUPS * GROUPS
@@ -140,12 +141,12 @@ def _weights(words, factors, HALF: gl.constexpr, dtype: gl.constexpr, PLAN: gl.c
 
 @gluon.jit
 def multiply_blocks(rings, sharing, w_ptrs, row, end_row, blocks, G: gl.constexpr, PLAN: gl.constexpr):
-    """Return the sums [64, tokens] of the first warpgroup with these rows. Other warpgroups return sums of no use.
+    """Return the sums [64, tokens] of a warpgroup. Of warpgroups with the same rows, only the first has valid sums.
 
     `row` and `end_row` are the program's first row of W, and the end of the rows that may be read.
 
-    Warpgroups with the same rows use different buffers. One that waits for a buffer that another uses in between can't
-    tell the next but one use from this one, because both have the same parity.
+    Warpgroups with the same rows use different buffers. If two warpgroups shared a buffer, a waiting warpgroup could
+    miss its turn, because every second use of the buffer has the same parity.
     """
     words_ring, xs, full, empty = rings
     block, steps = blocks
@@ -208,7 +209,7 @@ def _multiply(out_ptr, rings, sharing, w_ptrs, at, sizes, G: gl.constexpr, PLAN:
 
 @gluon.jit
 def allocate(words_tiles, x_tiles, PLAN: gl.constexpr):
-    """Return (the rings of buffers and their barriers, what warpgroups with the same rows need to add their sums)."""
+    """Return (rings of buffers with barriers, shared memory for the sums of warpgroups with the same rows)."""
     STAGES: gl.constexpr = PLAN.stages
     gl.static_assert(STAGES % PLAN.k_groups == 0)  # see `multiply_blocks`
     ROW_GROUPS: gl.constexpr = PLAN.row_groups
@@ -254,7 +255,7 @@ def plan_of(weight, dtype: torch.dtype, tile: HopperTile) -> tuple[tuple, Plan]:
     pointers, shape = packed_operands(weight, dtype)
     groups, row_groups = max(1, BLOCK.value // shape.group_size), tile.outputs // ROWS.value
     exponents = 0, 0
-    if shape.is_e2m1:  # their bits are those of much smaller numbers
+    if shape.is_e2m1:  # the kernel reads e2m1 bits as much smaller 16-bit numbers
         shape = shape._replace(assembly=assembly_of(True, dtype, is_scaled_later=True))
         exponents = E2M1_EXPONENTS[dtype]
     return pointers, Plan(

@@ -2,8 +2,8 @@
 
 x has a scale for each row and group of 128 inputs, and W has a scale for each 128 x 128 block. One warpgroup loads, and
 one or two warpgroups multiply. The sum over 128 inputs is scaled, and then added to float32 accumulators, as in
-hopper_product.py. The loading warpgroup also multiplies the scales of x and W, because the 256 x 192 accumulators of
-the largest tiles take nearly all registers of the other warpgroups.
+hopper_product.py. The loading warpgroup also multiplies the scales of x by the scales of W, because the 256 x 192
+accumulators of the largest tiles take nearly all registers of the other warpgroups.
 """
 
 from typing import NamedTuple

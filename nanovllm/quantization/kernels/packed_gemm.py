@@ -5,6 +5,7 @@ packed.py defines the layout of W. A tile of 16 words from each row of W contain
 """
 
 from functools import cache
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from nanovllm.kernels.launch.gpu_features import num_sms
 from nanovllm.kernels.linear.tiles import Tiles, as_loadable
 
 MAX_PACKED_ROWS = 128  # with more rows, converting the weights for a GEMM of the library is faster
-NUM_WARPS = 16  # that a multiprocessor should get
+NUM_WARPS = 16  # warps that a multiprocessor should get
 FEW_ROWS = 16 if IS_TRITON_3_4 else 8  # the smallest number of rows that `tl.dot` multiplies
 LARGE_TILE_M = 64
 ONE_GROUP = 2**30  # the group size if a row is one group
@@ -45,15 +46,15 @@ class PackedShape(NamedTuple):
 
 @cache
 def assembly_of(is_e2m1: bool, dtype: torch.dtype, is_scaled_later: bool = False) -> tuple[str, ...]:
-    """For each slice of a tile, return the instructions that convert it.
+    """For each slice of a tile, return the instructions that convert the slice.
 
     There are half as many instructions as the compiler would use.
 
-    $1 and $2 are adjacent words, and $0 receives their values as a pair of 16-bit numbers, plus the pair $3. `prmt`
-    combines halves of both words, so that the next instructions extract both codes at once. The bits of an integer
-    replace the last bits of 128 (bfloat16) or 1024 (float16), which $3 subtracts again. The bits of an e2m1 number
-    become the bits of a number with a smaller exponent, which is then multiplied by a power of two. With
-    `is_scaled_later`, the caller does so.
+    $1 and $2 are adjacent words, and $0 receives the values of both words as a pair of 16-bit numbers, plus the pair
+    $3. `prmt` combines halves of both words, so that the next instructions extract both codes at once. The bits of an
+    integer replace the last bits of 128 (bfloat16) or 1024 (float16), which $3 subtracts again. The bits of an e2m1
+    number become the bits of a number with a smaller exponent, which is then multiplied by a power of two. With
+    `is_scaled_later`, the caller multiplies by this power of two.
     """
     is_half = dtype == torch.float16
     kind = "f16x2" if is_half else "bf16x2"
@@ -103,7 +104,7 @@ def _slice(words, zeros, j: tl.constexpr, dtype: tl.constexpr, SHAPE: tl.constex
 
 @triton.jit
 def _scales_and_zeros(w_ptrs, row, is_row, first_k, SHAPE: tl.constexpr):
-    """Load the scales and zero points of the slice that begins with input `first_k`, as float32 [rows, 1].
+    """Load the scales and zero points of the slice that begins at input `first_k`, as float32 [rows, 1].
 
     If groups are not contiguous, the shape is [rows, WORDS].
     """
@@ -274,10 +275,10 @@ def packed_linear(x, weight, bias=None, act=None, split_k=1, out=None):
 
 
 def dequantize_packed(weight, dtype: torch.dtype) -> torch.Tensor:
-    """Return a Packed weight [N, K] in `dtype`."""
-    n = len(weight.words)
-    out = torch.empty((n, weight.k), dtype=dtype, device=weight.device)
+    """Return a Packed weight [N, K] in `dtype`, or a stack of weights whose groups are contiguous."""
+    *sizes, _ = weight.words.shape
+    out = torch.empty((*sizes, weight.k), dtype=dtype, device=weight.device)
     pointers, shape = packed_operands(weight, torch.float32)
-    grid = triton.cdiv(n, 64), shape.words // WORDS.value
-    launch(_dequantize_packed_kernel, grid, weight.device)(pointers, out, n, SHAPE=shape, num_warps=4)
+    grid = triton.cdiv(num_rows := prod(sizes), 64), shape.words // WORDS.value
+    launch(_dequantize_packed_kernel, grid, weight.device)(pointers, out, num_rows, SHAPE=shape, num_warps=4)
     return out

@@ -1,7 +1,7 @@
 """Computes y = x W^T + b for a single row x and 8-bit W with block scales.
 
 Compared with gemv.py, the weights arrive twice as fast and must be converted, so instructions limit the speed too.
-Therefore, the preceding norm is not fused: every program would compute it again.
+Therefore, the preceding norm is not fused, because every program would compute the norm again.
 """
 
 import torch
@@ -25,8 +25,7 @@ def _load_tile(w_ptrs, first_n, k, is_column, N, SHAPE: tl.constexpr, ROWS: tl.c
     """Return ROWS rows of weights from `first_n` on, and the factors and biases [ROWS, MATRICES] of the results.
 
     The tile is [ROWS, MATRICES, parts, lane], with 0 outside `is_column`. Without scales, the factors are 1; without
-    bias, the biases are 0.
-    `k` and `is_column` are [parts, lane].
+    bias, the biases are 0. `k` and `is_column` are [parts, lane].
     """
     w_ptr, scale_ptr, bias_ptr = w_ptrs
     n = tl.minimum(first_n + tl.arange(0, ROWS), N - 1)  # instead of a mask, which would cost registers and time
@@ -107,7 +106,7 @@ def scaled_gemv(
     """Return x W^T + bias [1, N] for x [1, K] and bias [N].
 
     `weight` is (values [N, K], scales [N / block rows, K / block columns]), and all tensors are contiguous. If blocks
-    are narrower than K, their sides are powers of two.
+    are narrower than K, the sides of a block are powers of two.
 
     If `gated`, W is [2N, K], bias is [2N], and the result is silu(first half of the outputs) * second half. No block
     may contain rows of both halves. If `split_k` > 1, return summands [split_k, 1, N] of x W^T. In that case, neither
