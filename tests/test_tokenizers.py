@@ -133,6 +133,7 @@ CASES = [
     ("gemma2", "GemmaTokenizerFast", "sentencepiece"),
     ("gemma3_text", "GemmaTokenizerFast", "sentencepiece"),
     ("gemma4_text", "GemmaTokenizerFast", "sentencepiece"),
+    ("gemma4_unified_text", "GemmaTokenizerFast", "sentencepiece"),
     ("ministral3", "PreTrainedTokenizerFast", "tekken"),
     ("olmo3", "GPT2TokenizerFast", "qwen2"),
     ("smollm3", "PreTrainedTokenizerFast", "llama-3"),

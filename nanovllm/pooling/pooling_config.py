@@ -58,7 +58,9 @@ def read_pooling_config(folder: Path, tokenizer: Path, task: str, model: "ModelC
     """Read the settings of a checkpoint for `task`. Raises ValueError with the file for unsupported settings."""
     file = folder / "config.json"
     raw = read_json(file)
-    if raw.get("use_bidirectional_attention") or raw.get("is_causal") is False:
+    # with "vision", text attends to earlier tokens only
+    is_bidirectional = (raw.get("use_bidirectional_attention") or "vision") != "vision"
+    if is_bidirectional or raw.get("is_causal") is False:
         raise ValueError(f"{file}: attention to later tokens is not supported")
     modules = _modules(folder)
     saved = _read_saved(folder / "config_sentence_transformers.json")
