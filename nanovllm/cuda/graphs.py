@@ -116,7 +116,7 @@ class DecodeGraphs:
         return next(filter(fits, self.shapes), None)
 
     def replay(self, shape: BatchShape) -> tuple[torch.Tensor, ForwardOutput]:
-        """Run the batch in the current host buffer. Return the results in host memory, and the output on the device.
+        """Run the batch in the current host buffer. Return the step's results in host memory, and the device's output.
 
         The results are valid until the second replay after this replay begins.
         """

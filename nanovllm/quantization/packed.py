@@ -94,7 +94,7 @@ def unpack(words: torch.Tensor, k: int) -> torch.Tensor:
 
 @operation
 def dequantize_packed(weight: Packed, dtype: torch.dtype) -> torch.Tensor:
-    """Return a weight [N, K], not a stack, in `dtype`."""
+    """Return a Packed weight [N, K] in `dtype`. Stacks of weights are not supported."""
     columns = weight.group_ids
     if columns is None:
         columns = torch.arange(weight.k, device=weight.device) // weight.group_size

@@ -123,7 +123,7 @@ class CompileSandbox:
                 self._changed.notify_all()
 
     def _has_turn(self, key: bytes) -> bool:
-        """Return whether the grammar's result is known, or the grammar can be compiled now."""
+        """Return True if the grammar's result is known, or if a process can compile the grammar now."""
         return key in self._errors or (key not in self._in_trial and len(self._in_trial) < MAX_PROCESSES)
 
     def _idle_process(self) -> Process:

@@ -162,7 +162,7 @@ def _max_kernel(
 
 
 def all_reduce_max(keys: torch.Tensor, barrier: PeerBarrier) -> torch.Tensor:
-    """Return the elementwise maximum of all ranks' keys [S] int64, after waiting for the ranks even if S is 0."""
+    """Wait for all ranks, also if S is 0. Return the elementwise maximum of their keys [S] int64."""
     out = torch.empty_like(keys)
     launch_ordinary(_max_kernel, (max(1, triton.cdiv(len(keys), KEYS_PER_PROGRAM)),))(
         *barrier.arguments, keys, out, len(keys), SIZE=len(barrier.addresses), BLOCK=KEYS_PER_PROGRAM
@@ -197,7 +197,7 @@ def _gather_kernel(
 def gather_columns(
     mine: torch.Tensor, barrier: PeerBarrier, sampling_params: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return all ranks' columns next to each other, [S, ranks * n], after waiting for the ranks even if S is 0.
+    """Wait for all ranks, also if S is 0. Return the columns of all ranks next to each other: [S, ranks * n].
 
     `mine` [S, n] lies at the barrier's data offset. If `sampling_params` [S, WIDTH] int32 (sampling_columns.py) is
     given, rows without filters lack the other ranks' columns.

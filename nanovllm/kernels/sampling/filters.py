@@ -87,7 +87,7 @@ def _value(key, LOW: tl.constexpr):
 
 @triton.jit
 def _probe(quarters, iteration, low, high, row, LOW: tl.constexpr):
-    """Return the key that is `quarters` quarters of the way from `low` to `high`.
+    """Return the key between `low` and `high`, at `quarters` / 4 of their distance.
 
     The first four iterations measure the distance in logits. Later iterations measure the distance in keys, because
     floating-point numbers are densest around 0.

@@ -190,7 +190,7 @@ def _count_kernel(ids_ptr, rows_ptr, num_pairs, first_expert, SIZES: tl.constexp
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_shares"])
 def _scan_kernel(rows_ptr, num_shares, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """In each program, sum one expert's numbers of rows over all shares, and store the sum in the first share.
+    """In each program, count the rows of one expert in all shares, and store the number in the first share.
 
     In each share, replace the expert's first row by the number of preceding rows that belong to other shares.
     """

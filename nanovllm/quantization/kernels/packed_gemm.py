@@ -275,7 +275,7 @@ def packed_linear(x, weight, bias=None, act=None, split_k=1, out=None):
 
 
 def dequantize_packed(weight, dtype: torch.dtype) -> torch.Tensor:
-    """Return a Packed weight [N, K] in `dtype`, or a stack of weights whose groups are contiguous."""
+    """Convert a Packed weight [N, K] to `dtype`. If its groups are contiguous, it may be a stack of weights."""
     *sizes, _ = weight.words.shape
     out = torch.empty((*sizes, weight.k), dtype=dtype, device=weight.device)
     pointers, shape = packed_operands(weight, torch.float32)
