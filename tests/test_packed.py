@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import import_module
@@ -43,8 +44,8 @@ from nanovllm.invariant import cuda_ops
 from nanovllm.kernels.hopper.hopper_tiles import choose_packed_tile, packed_tile
 from nanovllm.kernels.launch.gpu_features import has_hopper_kernels
 from nanovllm.moe.kernels.moe_gemm import sum_local_parts
-from nanovllm.moe.kernels.moe_routing import route
-from nanovllm.moe.kernels.packed_experts import packed_experts
+from nanovllm.moe.kernels.moe_routing import Routing, route
+from nanovllm.moe.kernels.packed_experts import grouped_packed_experts, packed_experts
 from nanovllm.quantization.kernels.packed_gemm import packed_gemm
 
 dequantize = packed_weights.dequantize_packed.__wrapped__  # as it is defined, on a GPU too
@@ -525,6 +526,33 @@ def test_packed_experts_that_are_converted(fresh_memory_is_nan, monkeypatch, kin
     monkeypatch.setattr("nanovllm.moe.kernels.packed_experts.MIN_CONVERTED_ROWS", 4)
     monkeypatch.setattr("nanovllm.moe.kernels.packed_experts.MAX_CONVERTED_BYTES", 2 * 3 * 128 * 128 * 2)
     check_packed_experts(kind, 12, first_expert, 128, 128, torch.float16)
+
+
+def test_kernels_next_to_the_gemms_for_hopper(monkeypatch):
+    """These kernels run on any GPU. With plain GEMMs in place of the kernels for Hopper, the results are the same."""
+    stacks = [random_packed("int4", *shape, torch.float16, 5) for shape in ((192, 64), (64, 96))]
+    x, routing = randn(11, 64, dtype=torch.float16), route(randn(1, 11, 5), 2, True)
+
+    def packed_rows(x, weight, bias, rows, routing, out):
+        for expert, first, end in rows.table[rows.table[:, 0] >= 0].tolist():
+            plain = dequantize(weight.of(expert), torch.float64)
+            for row, pair in zip(range(first, end), rows.pairs[first:end].tolist()):
+                y = x[min(row, len(x) - 1)].double() @ plain.T
+                if out.dim() == 3:
+                    out[pair % 2, pair // 2] = y * routing.weights[pair // 2, pair % 2]
+                else:
+                    out[row] = y
+        return out
+
+    hopper = SimpleNamespace(packed_rows=packed_rows)
+    for some in (x, x[:1]):
+        chosen = Routing(routing.weights[: len(some)], routing.expert_ids[: len(some)], 5)
+        expected = grouped_packed_experts(some, chosen, *stacks)
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "nanovllm.moe.kernels.hopper_packed_experts", hopper)
+            patch.setattr("nanovllm.moe.kernels.packed_experts.suits_packed_kernels", lambda *weights: True)
+            found = packed_experts(some, chosen, *stacks)
+        assert (found - expected).norm() < 0.003 * expected.norm()
 
 
 def test_invariant_experts(monkeypatch):

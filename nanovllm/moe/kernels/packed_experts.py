@@ -102,9 +102,8 @@ def _gather_pairs_kernel(x_ptr, pairs_ptr, out_ptr, num_pairs, N: tl.constexpr, 
     # A program copies a row of x. The last pairs may be unwritten, if other ranks have experts.
     gdc_launch_and_wait(PDL)
     row, n = tl.program_id(0).to(tl.int64), tl.arange(0, next_power_of_2(N))
-    pair = tl.load(pairs_ptr + row)
-    is_inside = (pair >= 0) & (pair < num_pairs) & (n < N)
-    x = tl.load(x_ptr + (pair // TOP_K).to(tl.int64) * N + n, is_inside, 0.0)
+    pair = tl.minimum(tl.maximum(tl.load(pairs_ptr + row), 0), num_pairs - 1)
+    x = tl.load(x_ptr + (pair // TOP_K).to(tl.int64) * N + n, n < N, 0.0)
     tl.store(out_ptr + row * N + n, x, n < N)
 
 
@@ -119,24 +118,43 @@ def _activate_kernel(x_ptr, out_ptr, N: tl.constexpr, ACT: tl.constexpr, BLOCK: 
     tl.store(out_ptr + row * N + n, y.to(out_ptr.dtype.element_ty), n < N)
 
 
+def _sorted_rows(x: torch.Tensor, rows: ExpertRows, top_k: int) -> torch.Tensor:
+    """Return the rows of x [T, hidden] in the order of `rows`: [T * top_k, hidden]. A single row stays as it is."""
+    if len(x) == 1:
+        return x
+    num_pairs, hidden = len(rows.pairs), x.shape[1]
+    out = x.new_empty(num_pairs, hidden)
+    launch(_gather_pairs_kernel, (num_pairs,), x.device)(x, rows.pairs, out, num_pairs, N=hidden, TOP_K=top_k)
+    return out
+
+
+def _activated(gate_and_up: torch.Tensor, activation) -> torch.Tensor:
+    """Map [rows, 2 * size] to [rows, size]."""
+    num_rows, size, block = len(gate_and_up), gate_and_up.shape[1] // 2, 1024
+    out = gate_and_up.new_empty(num_rows, size)
+    launch(_activate_kernel, (num_rows, triton.cdiv(size, block)), out.device)(
+        gate_and_up, out, N=size, ACT=activation, BLOCK=block
+    )
+    return out
+
+
 def _by_hopper_kernels(
     x: torch.Tensor, routing: Routing, gate_up, down, first_expert: int, biases: tuple, activation
 ) -> torch.Tensor:
     from nanovllm.moe.kernels.hopper_packed_experts import packed_rows  # needs Gluon of Triton 3.6
 
-    ((num_tokens, hidden), (num_local, *_)), num_pairs = (x.shape, down.words.shape), routing.expert_ids.numel()
-    rows = sort_by_expert(routing.expert_ids, first_expert, num_local, choose_tile_m(num_pairs, routing.num_experts))
-    sorted_x = x
-    if num_tokens > 1:
-        sorted_x = x.new_empty(num_pairs, hidden)
-        top_k = routing.weights.shape[1]
-        launch(_gather_pairs_kernel, (num_pairs,), x.device)(x, rows.pairs, sorted_x, num_pairs, N=hidden, TOP_K=top_k)
-    gate_and_up = packed_rows(sorted_x, gate_up, biases[0], rows, routing, x.new_empty(num_pairs, 2 * down.k))
-    h, block = x.new_empty(num_pairs, down.k), 1024
-    launch(_activate_kernel, (num_pairs, triton.cdiv(down.k, block)), x.device)(
-        gate_and_up, h, N=down.k, ACT=activation, BLOCK=block
+    (num_local, hidden, _), (num_tokens, top_k) = down.words.shape, routing.expert_ids.shape
+    tile_m = choose_tile_m(num_tokens * top_k, routing.num_experts)
+    rows = sort_by_expert(routing.expert_ids, first_expert, num_local, tile_m)
+
+    def multiply(rows_of_x: torch.Tensor, weight, bias: torch.Tensor | None, *sizes: int) -> torch.Tensor:
+        return packed_rows(rows_of_x, weight, bias, rows, routing, x.new_empty(sizes))
+
+    # no names for the large results, so that each one's memory is free when the next kernel has read it
+    h = _activated(
+        multiply(_sorted_rows(x, rows, top_k), gate_up, biases[0], num_tokens * top_k, 2 * down.k), activation
     )
-    return packed_rows(h, down, biases[1], rows, routing, x.new_empty(routing.weights.shape[1], num_tokens, hidden))
+    return multiply(h, down, biases[1], top_k, num_tokens, hidden)
 
 
 def _with_converted_weights(
