@@ -216,6 +216,8 @@ def allocate(words_tiles, x_tiles, PLAN: gl.constexpr):
     words, xs = buffers(words_tiles, STAGES * ROW_GROUPS), buffers(x_tiles, STAGES * 2)
     full, empty = barriers(STAGES, 1), barriers(STAGES, ROW_GROUPS)
     OTHERS: gl.constexpr = ROW_GROUPS * (PLAN.k_groups - 1)
+    # The compiler passes arguments to warpgroups in memory that it thinks is free. The initialization of a barrier that
+    # no warpgroup uses could overwrite them.
     sharing = ()
     if OTHERS > 0:
         sums = gl.allocate_shared_memory(gl.float32, [OTHERS, ROWS, PLAN.tokens], SUMS)
