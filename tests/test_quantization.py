@@ -234,6 +234,8 @@ def test_parity_with_a_separate_config(make_llm, tmp_path):
     separate.write_text(json.dumps({"quantization": written | {"quant_algo": "W4A8_AWQ"}}))
     with pytest.raises(ValueError, match=r"hf_quant_config.json: .*quant_algo='W4A8_AWQ'"):
         make_llm(folder, **SMALL)
+    separate.write_text(json.dumps({"quantization": written | {"quant_algo": None}}))  # only the cache is quantized
+    assert ModelConfig.read(Path(folder)).quantization is None
     separate.write_text(json.dumps({"quantization": written}))
     assert_same_as_transformers(plain, generate_by_steps(make_llm(folder, **SMALL), a_few_requests()))
 

@@ -28,6 +28,7 @@ from nanovllm import BeamSearchParams, LoRARequest, SamplingParams
 from nanovllm.models import ModelConfig, make_model
 from nanovllm.utils.loader import load_model
 from nanovllm.vision import image_prompts, image_urls
+from nanovllm.vision.image_budget import cost_of_image
 from nanovllm.vision.prompt_images import PromptImages, images_in
 from nanovllm.vision.vision_runner import ImageStore, vision_runner
 
@@ -332,33 +333,37 @@ def test_each_image_is_computed_once(make_vision, monkeypatch):
 
 @pytest.mark.parametrize("name", DENSE)
 def test_images_count_in_the_budget(make_vision, monkeypatch, name):
-    """A chunk begins at most one image. A mixed step exceeds the budget by at most one image."""
-    llm, steps = make_vision(name, max_num_batched_tokens=200, max_num_mixed_tokens=90), []
-    scheduler = llm.scheduler
-    cost = scheduler.block_manager.cost_of_image(20)
-    assert 10 < cost < 90 and scheduler.block_manager.cost_of_image(80) > 4 * cost
-
+    """A mixed step exceeds the budget by at most one image. What fits is computed in one step."""
+    llm, steps = make_vision(name, max_num_batched_tokens=700, max_num_mixed_tokens=90), []
+    scheduler, config = llm.scheduler, llm.config.model_config
+    assert 10 < cost_of_image(20, config) < 90 and cost_of_image(80, config) > 4 * cost_of_image(20, config)
     plain = scheduler.schedule
 
     def schedule(**options):
+        stored = {*llm.core.model_runner.images._embeddings}
         if (step := plain(**options)) is not None:
-            begun = [[x.image.num_tokens for x in images_in(*row) if x.start >= row.start] for row in step.chunks]
-            steps.append((step.num_decodes, sum(end - start for _, start, end in step.chunks), begun))
+            images = [x.image for row in step.chunks for x in images_in(*row) if x.image.digest not in stored]
+            steps.append((step.num_decodes, sum(end - start for _, start, end in step.chunks), images))
         return step
 
     monkeypatch.setattr(scheduler, "schedule", schedule)
     rng, params = random.Random(0), SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    prompts = [
+        with_images(rng, picture(40, 30, seed), picture(60, 43, seed + 1), before=20, between=30, after=20)
+        for seed in range(0, 8, 2)
+    ]
+    llm.generate(prompts[3], replace(params, max_tokens=2), use_tqdm=False)
+    assert [len(images) for *_, images in steps if images] == [2], "all of the prompt fits"
+    steps.clear()
     llm.add_request([5, 6, 7], params)
     llm.step()
-    for seed in range(0, 6, 2):
-        images = picture(40, 30, seed), picture(60, 43, seed + 1)
-        llm.add_request(with_images(rng, *images, before=20, between=30, after=20), replace(params, max_tokens=2))
+    for prompt in prompts:
+        llm.add_request(prompt, replace(params, max_tokens=2))
     while not llm.is_finished():
         llm.step()
-    assert sum(len(images) for *_, begun in steps for images in begun) == 6
-    for num_decodes, num_tokens, begun in steps:
-        assert all(len(images) <= 1 for images in begun)
-        costs = [scheduler.block_manager.cost_of_image(n) for images in begun for n in images]
+    assert sum(len(images) for *_, images in steps) == 6
+    for num_decodes, num_tokens, images in steps:
+        costs = [cost_of_image(image.num_tokens, config) for image in images]
         assert not num_decodes or num_tokens + sum(costs[:-1]) <= 90
 
 

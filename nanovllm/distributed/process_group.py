@@ -20,8 +20,8 @@ from nanovllm.utils.tensor_parallel import STEP_TIMEOUT
 def connect(rank: int, size: int, folder: Path, device: torch.device, max_sum_bytes: int) -> Ranks:
     """Connect to the other ranks through a file in `folder`. Return when all ranks have connected.
 
-    The connection uses neither a port nor PyTorch's default process group. `max_sum_bytes` is the size of the largest
-    sum of a forward pass. GPUs use PeerMemory if they can read each other's memory, otherwise NCCL. CPUs use gloo.
+    There is no port and no default process group. `max_sum_bytes` is the size of the largest sum of a forward pass.
+    GPUs use PeerMemory if they can read each other's memory, otherwise NCCL. CPUs use gloo.
     """
     store = dist.FileStore(str(folder / "store"), size)
     tp: Ranks
@@ -44,7 +44,7 @@ def check_order_of_sums(config: Config) -> None:
 
 
 def _can_read_peers(device: torch.device, rank: int, size: int) -> bool:
-    """Return whether Triton is installed and the ranks' GPUs, at consecutive indices, can read each other's memory."""
+    """Return whether Triton is installed, and the ranks' GPUs (at consecutive indices) can read each other's memory."""
     indices = range(device.index - rank, device.index - rank + size)
     return importlib.util.find_spec("triton") is not None and all(
         torch.cuda.can_device_access_peer(a, b) for a in indices for b in indices if a != b
@@ -67,14 +67,7 @@ class GroupTensorParallel(Ranks):
             self.folder = folder  # NCCL still uses it
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return self._gather(x).sum(0) if x.is_cpu else self._all_reduce(x, dist.ReduceOp.SUM)
-
-    def _gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Return every rank's x as [ranks, ...]. For a few rows, gloo needs a third of the time of its all-reduce."""
-        parts = x.new_empty(self.size * len(x), *x.shape[1:])
-        if len(x):
-            self.group._allgather_base(parts, x.contiguous()).wait()
-        return parts.view(self.size, *x.shape)
+        return self._all_reduce(x, dist.ReduceOp.SUM)
 
     def _all_reduce(self, x: torch.Tensor, op: dist.ReduceOp) -> torch.Tensor:
         options = dist.AllreduceOptions()
@@ -83,11 +76,13 @@ class GroupTensorParallel(Ranks):
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        return self._gather(x).transpose(0, 1).flatten(1)
+        out = x.new_empty(self.size * len(x), *x.shape[1:])
+        if len(x):
+            self.group._allgather_base(out, x.contiguous()).wait()
+        return out.view(self.size, *x.shape).transpose(0, 1).flatten(1)
 
     def all_reduce_max(self, keys: torch.Tensor) -> torch.Tensor:
-        gathers = keys.is_cpu and len(keys)  # without keys, this is a barrier
-        return self._gather(keys).amax(0) if gathers else self._all_reduce(keys, dist.ReduceOp.MAX)
+        return self._all_reduce(keys, dist.ReduceOp.MAX)
 
     def abort(self) -> None:
         super().abort()
@@ -105,7 +100,7 @@ class GroupTensorParallel(Ranks):
 
     def leave_in_child(self) -> None:
         super().leave_in_child()
-        if self.group is not None:  # the group's destructor would join threads that do not exist in a forked child
+        if self.group is not None:  # its destructor would join threads that a child does not have
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
         self.group = None
 

@@ -165,14 +165,17 @@ class Scheduler:
                 can_admit = False  # nor can later sequences be admitted
                 continue
             others_wait = bool(started) or (can_admit and len(self.waiting) > 0)
-            end = budget.chunk_end(seq.num_computed_tokens, seq.num_tokens, others_wait)
-            end = self.block_manager.end_of_chunk(seq, end)
+            end = self.chunk_end(budget, seq, others_wait)
             if end == seq.num_computed_tokens:  # too few free blocks for layers with a window
                 started.appendleft(seq)
                 self.preempt(started.pop())  # the last in order, perhaps `seq` itself
                 continue
             budget = self.spend(budget, seq, end)
             self._schedule_chunk(seq, end, step)
+
+    def chunk_end(self, budget: TokenBudget, seq: Sequence, others_wait: bool) -> int:
+        end = budget.chunk_end(seq.num_computed_tokens, seq.num_tokens, others_wait)
+        return self.block_manager.end_of_chunk(seq, end)
 
     def spend(self, budget: TokenBudget, seq: Sequence, end: int) -> TokenBudget:
         """Return what a chunk of `seq` that ends at `end` leaves of a budget."""

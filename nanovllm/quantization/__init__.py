@@ -25,13 +25,14 @@ def find_quantization(raw: dict | None, file: Path, setting: str | None) -> Any:
     description and no setting. Raise ValueError or TypeError if the format is not supported, or if the setting differs
     from the checkpoint's format.
     """
-    if not raw and (separate := file.with_name("hf_quant_config.json")).exists():
-        config = _format(str(separate), "modelopt", "read_file")(separate)
-    elif not raw:
-        return None if setting is None else _format("quantization", setting, "config_on_load")()
-    else:
+    config = None
+    if raw:
         name = f"{file}: quantization_config: quant_method"
         config = _format(name, raw.get("quant_method"), "read_config")(raw, file)
+    elif (separate := file.with_name("hf_quant_config.json")).exists():
+        config = _format(str(separate), "modelopt", "read_file")(separate)
+    if config is None:
+        return None if setting is None else _format("quantization", setting, "config_on_load")()
     if setting not in (None, config.name):
         raise ValueError(f"quantization={setting!r}: must be {config.name!r}, the checkpoint's, or left out")
     return config

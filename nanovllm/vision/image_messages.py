@@ -39,8 +39,11 @@ def use_images(engine: Engine) -> None:
     blocks: Any = engine.scheduler.block_manager
     replace_methods(blocks, ImageBlocks, "Image")
     blocks.forget_images = runner.images.clear
-    blocks.cost_of_image = partial(cost_of_image, config=engine.config.model_config)
-    replace_methods(engine.scheduler, ImageScheduler, "Image")
+    scheduler: Any = engine.scheduler
+    replace_methods(scheduler, ImageScheduler, "Image")
+    scheduler.cost_of_image = lambda image: (
+        0 if image.digest in runner.images else cost_of_image(image.num_tokens, engine.config.model_config)
+    )
     if engine.workers.processes:
         runner.images.tell_ranks = partial(_tell_ranks, engine)
 

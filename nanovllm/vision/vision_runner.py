@@ -34,6 +34,9 @@ class ImageStore:
         # called with an image that must be computed, and the digests of the images to remove; see image_messages.py
         self.tell_ranks: Callable[[PromptImage, list[bytes]], None] = lambda image, leaving: None
 
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._embeddings
+
     def __getitem__(self, digest: bytes) -> torch.Tensor:
         return self._embeddings[digest]
 

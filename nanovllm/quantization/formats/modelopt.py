@@ -19,12 +19,12 @@ UNUSED = ".input_scale", ".input_global_scale", ".k_scale", ".v_scale"
 E4M3 = torch.float8_e4m3fn
 
 
-def read_file(file: Path) -> QuantConfig:
-    """Read a file `hf_quant_config.json`."""
+def read_file(file: Path) -> QuantConfig | None:
+    """Read a file `hf_quant_config.json`. Return None if it quantizes no weights."""
     raw = read_json(file).get("quantization")
     if not isinstance(raw, dict):
         raise TypeError(f"{file}: quantization={raw!r:.80}: must be an object")
-    return read_config(raw, file)
+    return None if raw.get("quant_algo") is None else read_config(raw, file)
 
 
 def read_config(raw: dict, file: Path) -> QuantConfig:
