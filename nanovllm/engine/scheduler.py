@@ -174,6 +174,7 @@ class Scheduler:
             self._schedule_chunk(seq, end, step)
 
     def chunk_end(self, budget: TokenBudget, seq: Sequence, others_wait: bool) -> int:
+        """Return where the next chunk of `seq` ends."""
         end = budget.chunk_end(seq.num_computed_tokens, seq.num_tokens, others_wait)
         return self.block_manager.end_of_chunk(seq, end)
 

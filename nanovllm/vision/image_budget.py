@@ -10,7 +10,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scheduling_policy import TokenBudget
 from nanovllm.engine.sequence import Sequence
 from nanovllm.models import ModelConfig
-from nanovllm.vision.prompt_images import PlacedImage, PromptImage, images_in
+from nanovllm.vision.prompt_images import PromptImage, images_in
 
 
 def cost_of_image(num_tokens: int, config: ModelConfig) -> int:
@@ -30,24 +30,24 @@ class ImageScheduler(Scheduler):
         A chunk that begins with an image contains at least one token of it, even if the image exceeds the budget.
         """
         start, end = seq.num_computed_tokens, super().chunk_end(budget, seq, others_wait)
-        images, costs = self._new_images(seq, end)
-        while images and budget.cost(start, end) + sum(costs) > budget.num_tokens:
-            first_token = max(start, images[-1].start)
-            if (room := budget.num_tokens - sum(costs)) >= 1:
+        images = self._new_images(seq, end)
+        while images and budget.cost(start, end) + (total := sum(images.values())) > budget.num_tokens:
+            last = max(start, max(images))
+            if (room := budget.num_tokens - total) >= 1:
                 shorter = budget._replace(num_tokens=room).chunk_end(start, end, False)
-                if shorter > first_token:
+                if shorter > last:
                     return shorter
-            if first_token == start:
+            if last == start:
                 return min(end, start + 1)
-            end = first_token
-            del images[-1], costs[-1]
+            end = last
+            del images[last]
         return end
 
     def spend(self, budget: TokenBudget, seq: Sequence, end: int) -> TokenBudget:
         left = super().spend(budget, seq, end)
-        return left._replace(num_tokens=left.num_tokens - sum(self._new_images(seq, end)[1]))
+        return left._replace(num_tokens=left.num_tokens - sum(self._new_images(seq, end).values()))
 
-    def _new_images(self, seq: Sequence, end: int) -> tuple[list[PlacedImage], list[int]]:
-        """Return the images that must be computed for the chunk of `seq` up to `end`, and their costs."""
-        placed = [(x, self.cost_of_image(x.image)) for x in images_in(seq, seq.num_computed_tokens, end)]
-        return [x for x, cost in placed if cost], [cost for _, cost in placed if cost]
+    def _new_images(self, seq: Sequence, end: int) -> dict[int, int]:
+        """Return the costs of the images that must be computed for the chunk of `seq` up to `end`, by first token."""
+        placed = images_in(seq, seq.num_computed_tokens, end)
+        return {first: cost for image, first in placed if (cost := self.cost_of_image(image))}

@@ -68,13 +68,13 @@ def serve(engine, requests: list[Request]) -> Result:
                     prompts[following] = prompts[i] + answers[i] + requests[following].prompt
                     heappush(due, (now + requests[following].arrival, following))
             advance(len(new_tokens))
-        duration = perf_counter() - begin
+        seconds = perf_counter() - begin
     note = ""
     if next_turns:
         num_tokens, num_loaded = sum(map(len, prompts)), getattr(engine, "num_loaded_tokens", int)()
         note = f"{engine.num_cached_tokens / num_tokens:.1%} of the prompts' tokens were in the prefix cache"
         note += f", {num_loaded / num_tokens:.1%} in its part in host memory" if num_loaded else ""
-        if (seconds := getattr(engine, "seconds_saved", float)()) > 0:
-            note += f"; computing them would have taken about {seconds:.2g} s"
+        if (saved := getattr(engine, "seconds_saved", float)()) > 0:
+            note += f"; computing them would have taken about {saved:.2g} s"
         engine.num_cached_tokens = 0
-    return Result(duration, token_times=times, note=note)
+    return Result(seconds, token_times=times, note=note)

@@ -105,7 +105,7 @@ def suits_packed_kernels(x: torch.Tensor, weight) -> bool:
 
 
 def packed_expert_tile(tile_m: int, num_tiles: int, n: int, sms: int) -> HopperTile:
-    """Return the tile for `num_tiles` tiles of `tile_m` rows, each times an expert's weight [n, k]."""
+    """Return the tile for `num_tiles` tiles of `tile_m` rows, each times an expert's weight with `n` outputs."""
     outputs = 64 if num_tiles * -(-n // 128) < 2 * sms else 128
     return _with_stages(tile_m, outputs, 1, programs=2 if tile_m <= 64 else 1)
 

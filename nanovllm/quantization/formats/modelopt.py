@@ -24,11 +24,15 @@ def read_file(file: Path) -> QuantConfig | None:
     raw = read_json(file).get("quantization")
     if not isinstance(raw, dict):
         raise TypeError(f"{file}: quantization={raw!r:.80}: must be an object")
-    return None if raw.get("quant_algo") is None else read_config(raw, file)
+    return None if raw.get("quant_algo") is None else _read(raw, f"{file}: quantization")
 
 
 def read_config(raw: dict, file: Path) -> QuantConfig:
-    where = f"{file}: quantization_config"
+    return _read(raw, f"{file}: quantization_config")
+
+
+def _read(raw: dict, where: str) -> QuantConfig:
+    """Read the entries of an object. Errors begin with `where`."""
     check_choice(f"{where}: quant_algo", algorithm := raw.get("quant_algo"), ("NVFP4", "FP8"))
     names = raw.get("ignore") or raw.get("exclude_modules") or ()  # with wildcards as in file names
     ignore = tuple(f"re:{fnmatch.translate(name)}" if "*" in name else name for name in names)
