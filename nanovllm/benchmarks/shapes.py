@@ -47,6 +47,8 @@ GPT_OSS = {
         "rope_type": "yarn",
         "factor": 32.0,
         "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
         "truncate": False,
     },
     "quantization_config": {
@@ -99,9 +101,9 @@ W4A16_CONFIG = {
     "format": "pack-quantized",
     "quantization_status": "compressed",
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": GROUPS, "input_activations": None}},
-    "ignore": ["lm_head", "re:.*mlp.gate$"],
+    "ignore": ["lm_head", "re:.*mlp.gate$", "re:.*shared_expert_gate$", "re:.*in_proj_[ab]$"],
 }
-for _name in [name for name in SHAPES if name.startswith("qwen3-")]:
+for _name in [name for name in SHAPES if name.startswith("qwen3")]:
     for _format, _config in ("fp8", FP8_CONFIG), ("w4a16", W4A16_CONFIG):
         SHAPES[f"{_name}-{_format}"] = SHAPES[_name]
         EXTRA_ENTRIES[f"{_name}-{_format}"] = EXTRA_ENTRIES.get(_name, {}) | {"quantization_config": _config}
@@ -125,7 +127,8 @@ def write_shape(name: str, folder: Path, with_text: bool = False) -> None:
     config = {"architectures": [architecture], "torch_dtype": "bfloat16", **entries}
     if kind != entries["model_type"]:  # published together with a vision part
         whole = architecture.replace("CausalLM", "ConditionalGeneration")
-        config = {"architectures": [whole], "model_type": kind, "text_config": config, "vision_config": {}}
+        quantized = {name: config.pop(name) for name in ("quantization_config",) if name in config}
+        config = {"architectures": [whole], "model_type": kind, "text_config": config, "vision_config": {}, **quantized}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     if with_text:
