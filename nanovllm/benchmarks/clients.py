@@ -64,7 +64,7 @@ class Client:
         self._status, self._num_missing = int(match[1]), int(length[1]) if length else -1
 
     def _read_chunks(self, data: bytes) -> bool:
-        """Add all complete chunks to the body, and return whether they include the last chunk."""
+        """Add all complete chunks to the body, and return whether the body is complete."""
         while data:
             size_text, _, chunk = data.partition(b"\r\n")
             try:
@@ -98,8 +98,8 @@ def drive(
 ) -> tuple[float, float, float, list[list[float]]]:
     """Send the numbered requests. Each client sends its next request when its previous request is answered.
 
-    Returns the start time, the end time, and the CPU time in between (all in seconds), and the `Client.times` of each
-    request. Raises AnswerError unless every answer has exactly `num_tokens` tokens.
+    Returns the start time, the end time and the CPU time of this process (all in seconds), and the `Client.times` of
+    each request. Raises AnswerError unless every answer has exactly `num_tokens` tokens.
     """
     waiting = iter(requests)
     client = None

@@ -98,7 +98,7 @@ def add_turns(results: Results, workloads: Workloads) -> None:
 def latency_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, list[Panel]]:
     """Make the workload `latency`. Leave out lengths above the bounds.
 
-    If fewer than three lengths remain, add fractions of the bound, so that there is a curve to draw.
+    If fewer than three lengths remain, add fractions of the bound, so that the plot is a curve.
 
     All decode runs with the same context length have the same token ids. After the first run, the prefix cache contains
     these contexts, so all sequences start to decode together.

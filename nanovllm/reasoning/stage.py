@@ -17,7 +17,7 @@ class Markers:
     """The markers of a reasoning format, and how a model's vocabulary represents them.
 
     Most models have a token for each marker. In these models, only a token that contains the whole marker counts as the
-    marker. Several tokens that together spell the marker are then part of the reasoning. In other models, any tokens
+    marker, and several tokens that together spell the marker are part of the reasoning. In other models, any tokens
     that spell a marker count as the marker.
     """
 
@@ -70,7 +70,7 @@ class Reasoning:
     stage: whether the answer is before, inside or after its reasoning.
     num_tokens: the number of reasoning tokens, including markers.
     num_thoughts: the number of reasoning tokens after the begin marker.
-    num_ends: how often the text of the end marker has occurred. Only the last occurrence ends the reasoning.
+    num_ends: how often the text of the end marker has occurred, including occurrences that did not end the reasoning.
     """
 
     def __init__(self, markers: Markers | TextMarkers, stage: Stage):

@@ -65,7 +65,7 @@ class VisionConfig:
         return self.max_pixels // (self.patch_size * self.merge_size) ** 2
 
     def operations(self, num_tokens: int) -> int:
-        """Return the number of operations of the tower for an image of `num_tokens` tokens."""
+        """Return how many operations the tower needs for an image of `num_tokens` tokens."""
         patches, size = num_tokens * self.merge_size**2, self.hidden_size
         per_patch = 8 * size**2 + 4 * size * self.intermediate_size + 4 * patches * size  # the last term is attention
         return self.depth * patches * per_patch
@@ -119,8 +119,8 @@ def read_vision(
 ) -> VisionConfig | None:
     """Read config.json, whose content is `raw`, and the preprocessor_config.json next to `file`.
 
-    Return None if the checkpoint has no vision tower. The remaining arguments replace entries that are absent. Raises
-    ValueError or TypeError, which name the file, for unsupported entries.
+    Return None if the checkpoint has no vision tower. The remaining arguments replace entries that the files lack.
+    Raises ValueError or TypeError, which name the file, for unsupported entries.
     """
     if not (found := raw.get("vision_config")):
         return None

@@ -57,7 +57,7 @@ class FrontPlan(NamedTuple):
 def make_plan(
     model: str, settings: ServerSettings, engine_settings: dict[str, Any], listener: socket.socket
 ) -> FrontPlan:
-    """Make the plan. Fronts use `listener` if it is a Unix socket, or if there is one front."""
+    """Make the plan. Fronts use `listener` if it is a Unix socket, or if there is only one front."""
     count, port = settings.num_fronts, settings.port if settings.uds else listener.getsockname()[1]
     front_settings = replace(settings, port=port, max_connections=max(1, settings.max_connections // count))
     is_passed = bool(settings.uds) or count == 1
@@ -65,7 +65,7 @@ def make_plan(
 
 
 def run_front(plan: FrontPlan, index: int, end: socket.socket) -> None:
-    """Run a front in this process. Only the engine's process gets Ctrl-C, and then lets the fronts drain."""
+    """Run a front in this process. Ctrl-C reaches only the engine's process, which then lets the fronts drain."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a terminal may send it if a background group writes its log
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # also drops a SIGINT that arrived while it was blocked

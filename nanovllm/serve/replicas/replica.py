@@ -23,7 +23,7 @@ logger = logging.getLogger("nanovllm")
 
 
 class Replica:
-    """An engine controlled by messages. Ray calls `start`, then `reports`, then other methods in the driver's order.
+    """An engine controlled by messages. Ray calls `start`, `reports`, and then the methods that the driver calls.
 
     The engine's thread runs the steps, and never waits for reports. The thread that runs `reports` sends all news since
     the previous report, which may come from several steps. This file does not import Ray, so tests can run replicas
@@ -62,7 +62,7 @@ class Replica:
             raise
 
     def _submit(self, messages: Iterable[NewRequest]) -> None:
-        """Queue requests. Another thread handles `structured_outputs`, because grammars compile slowly."""
+        """Queue requests. Another thread queues requests with `structured_outputs`, because grammars compile slowly."""
         plain = []
         for new in messages:
             if new.params.structured_outputs is None:
@@ -132,7 +132,7 @@ class Replica:
             yield Report(*self._read(outputs), errors)
 
     def exit(self) -> None:
-        """End `reports` and the engine. Ray kills the actor's process instead."""
+        """End `reports` and the engine. With Ray, the actor's process is killed, and this method is not called."""
         self.close()
         self.engine.exit()
 
