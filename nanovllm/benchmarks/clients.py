@@ -1,4 +1,4 @@
-"""Runs HTTP clients as a program. Each client sends one request at a time.
+"""Runs HTTP clients as a program.
 
 The clients must not be the bottleneck, so `http.py` runs several processes, which import only the standard library.
 Each process receives pickled arguments of `drive`.
@@ -81,7 +81,7 @@ class Client:
         return False
 
     def check(self, num_tokens: int) -> None:
-        """Raise AnswerError if the answer's status, its last bytes or the token count in `usage` are wrong."""
+        """Raise AnswerError if the status, the last bytes or the token count of the answer is wrong."""
         body = b"".join(self._body)
         counts = NUM_TOKENS.findall(body)
         if self._status != 200:
@@ -131,7 +131,7 @@ def drive(
 
 
 def main() -> None:
-    """Run jobs from standard input until it closes, and write their results or error messages to standard output."""
+    """Run jobs from standard input until its end, and write each result or error message to standard output."""
     while True:
         try:
             job = pickle.load(sys.stdin.buffer)

@@ -97,7 +97,7 @@ def wait_until_ready(process: subprocess.Popen, port: int) -> None:
 
 
 def end(process: subprocess.Popen) -> None:
-    """End the server with SIGTERM, as a user would. Then kill the remaining processes of its session."""
+    """End the server with SIGTERM, as a user would. Then kill the remaining processes of the server's session."""
     try:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):

@@ -20,7 +20,7 @@ A frame is a JSON-serializable dict of differences from the previous frame. Empt
   table is free unless it is cached.
 - `counts`: totals of prompt tokens, cached tokens, output tokens and preemptions; left out if unchanged.
 - `windows`: the number of blocks that sequences hold in the block tables of layers with a window; left out if
-  unchanged. `tables` does not list these blocks.
+  unchanged. `tables` does not list blocks of layers with a window.
 - `ttft`: seconds to the first token, for each sequence that got its first token.
 - `key`: facts about the engine. A frame with `key` does not depend on earlier frames.
 

@@ -42,8 +42,8 @@ class RequestLimits:
     def __init__(
         self, app: Any, settings: ServerSettings, endpoints: Mapping[str, Endpoint], expects_images: bool = False
     ):
-        """endpoints: by path, the function that answers POST requests instead of `app`. Each iteration of the event
-            loop admits only a few of these requests, so that a burst does not delay other work.
+        """endpoints: maps a path to the function that answers POST requests instead of `app`. Each iteration of the
+        event loop admits only a few POST requests, so that a burst does not delay other work.
         expects_images: whether bodies may be long because of images. If so, long bodies with many commas are refused.
         """
         self._expects_images = expects_images

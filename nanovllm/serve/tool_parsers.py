@@ -43,7 +43,7 @@ class ToolParser:
 
     @staticmethod
     def new_id() -> str:
-        """Return a new id for a call. The model reads the id in the next turn."""
+        """Return a new id for a call, which the model reads in the next turn."""
         return f"call_{secrets.token_hex(12)}"
 
 
@@ -289,7 +289,7 @@ class DeepSeekParser(JsonParser):
 class HarmonyToolParser(JsonParser):
     """Parses calls in the harmony format (reasoning/harmony.py): messages with a recipient.
 
-    This parser is used if reasoning is not parsed. Otherwise, a HarmonyParser finds the calls by their tokens.
+    This parser is used if reasoning is not parsed. If reasoning is parsed, a HarmonyParser finds the calls by tokens.
     """
 
     markers = ("<|channel|>", "<|start|>")

@@ -243,7 +243,7 @@ class StepRecorder:
     def _release(self, seq: Sequence, frame: Frame) -> list[int]:
         """Add a released sequence to the frame, and return the ids of the blocks that the sequence used.
 
-        The sequence has a new table by now, so its old table still contains these ids.
+        A released sequence gets a new table, so the recorded table still contains the ids.
         """
         frame["released"].append([self._names[seq], seq.finish_reason or "preempted"])
         if seq.is_finished:

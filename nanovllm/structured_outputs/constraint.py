@@ -111,7 +111,7 @@ class Constraint:
         return is_allowed
 
     def set_mask(self, mask: np.ndarray | None, completion: list[int], reasoning: Reasoning | None = None) -> None:
-        """Add the bans of other parameters to `mask`, and store it. `mask` is None if the grammar has failed."""
+        """Add the bans of other parameters to `mask`, and store the mask. `mask` is None if the grammar has failed."""
         if mask is None or self._matcher.is_error():
             self.next_mask = np.zeros_like(self._free)
             reason = _first_line(self._matcher.get_error())
@@ -193,8 +193,8 @@ class Constraint:
     def _with_text(self, mask: np.ndarray) -> np.ndarray:
         """Correct an llguidance mask that allows a single token if the grammar refuses this token.
 
-        If only one text can follow, llguidance allows only the first token of this text. This token may be an added
-        token, which the grammar does not accept as text. If the tokenizer normalizes texts, the token may begin a
+        If only one text can follow, llguidance allows only the first token of this text. The first token may be an
+        added token, which the grammar does not accept as text. If the tokenizer normalizes texts, the token may begin a
         different text than the grammar requires. The corrected mask allows only the token for the first byte of the
         required text.
         """

@@ -26,7 +26,7 @@ class Grammar:
     """A compiled grammar. The small automata have at most `MAX_KEPT_STATES` states, which are enough for most grammars.
 
     Sequences that need more states share larger automata, whose size only llguidance limits. The larger automata are
-    freed when the last of these sequences ends.
+    freed when no sequence uses them anymore.
     """
 
     def __init__(self, tokenizer: Any, text: str):

@@ -1,4 +1,4 @@
-"""Reads from a checkpoint's files how its vision tower is built, and how its text model sees images."""
+"""Reads from a checkpoint's files the sizes of the vision tower, and how the text model reads images."""
 
 from dataclasses import dataclass, replace
 from math import isqrt
@@ -99,7 +99,7 @@ def check_pixels(name: str, value: Any) -> dict[str, int]:
 
 
 def check_domains(name: str, value: Any) -> tuple[str, ...]:
-    """Return the setting `allowed_media_domains` in lower case. Raises TypeError if it is not a list of strings."""
+    """Return the setting `allowed_media_domains` in lower case. Raises TypeError for a value of another type."""
     if not isinstance(value, (list, tuple)) or not all(isinstance(host, str) for host in value):
         raise TypeError(f"{name}={value!r:.80}: must be a list of host names")
     return tuple(host.lower() for host in value)

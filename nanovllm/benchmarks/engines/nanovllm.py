@@ -46,7 +46,7 @@ class NanoVllmSteps:
     def seconds_saved(self) -> float:
         """Estimate how many seconds of computation prefix cache hits have saved since the last call.
 
-        The engine measured at its start how many tokens it computes in `max_mixed_step_ms`.
+        The estimate assumes the speed that the engine measured at its start.
         """
         config, cost, self._cost_of_cached = self.llm.config, self._cost_of_cached, 0.0
         assert config.max_mixed_step_ms and config.max_num_mixed_tokens  # known after the start

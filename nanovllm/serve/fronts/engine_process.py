@@ -42,7 +42,7 @@ BLOCKED = signal.SIGINT, signal.SIGTERM  # signals that are blocked while a fron
 class FrontPlan(NamedTuple):
     """What a front must know to start.
 
-    num_live: the number of live answers of each front, in shared memory. The sum of these numbers is limited, but may
+    num_live: the number of live answers of each front, in shared memory. The sum over all fronts is limited, but may
         exceed the limit slightly if several fronts accept requests at the same instant.
     listener: the listening socket, or `None` if each front opens a socket at the address in `settings`.
     """
@@ -129,7 +129,6 @@ class Fronts:
 
     @staticmethod
     def _say_that_the_engine_has_started(channel: Channel) -> float:
-        """Tell a front that the engine has started."""
         with suppress(OSError):  # the front has ended, which `_turn` notices
             channel.send(FromEngine())
         return monotonic() + START_SECONDS

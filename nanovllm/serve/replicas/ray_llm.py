@@ -122,7 +122,7 @@ class RayLLM:
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Yield pairs (prompt index, output) as outputs complete.
 
-        In all other respects, this works like `generate_iter`.
+        In all other respects, this method works like `generate_iter`.
         """
         for new_outputs in self._outputs(self._requests(prompts, sampling_params)):
             yield from new_outputs.items()

@@ -54,7 +54,7 @@ class Replica:
         self._engine_thread.watch(self._collectors[OutputKind.DELTA])
 
     def submit(self, data: bytes) -> None:
-        """Queue requests that the driver has checked. An error affects only its request, and is reported."""
+        """Queue requests that the driver has checked. An error is reported, and affects only one request."""
         try:
             self._submit(decode_requests(data))
         except Exception as error:  # the driver ignores the result of this call, so `reports` raises the error
@@ -103,7 +103,7 @@ class Replica:
         self._engine_thread.discard([i for i in request_ids if i not in late and self._forget(i)])
 
     def abort(self, request_id: int) -> None:
-        """End a request early, but keep its tokens."""
+        """End a request early. The caller gets the tokens generated so far."""
         if request_id in self._in_grammar_thread:
             self._grammar_thread.submit(self.abort, request_id)
         else:
