@@ -64,7 +64,7 @@ def delta_rule_step(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, torc
 
 
 def _read(state: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return `state @ key`, [..., value_dim]. On a CPU, the equal `key @ state.mT` is much faster."""
+    """Return `state @ key`, [..., value_dim]. On a CPU, the equivalent `key @ state.mT` is much faster."""
     return (key[..., None, :] @ state.mT)[..., 0, :]
 
 

@@ -22,9 +22,8 @@ class Fused:
     """The base class of forms.
 
     A form overrides methods of a module, and uses the module's attributes (utils/replace.py). Plain neighbours call a
-    form's `forward`, as they would call a plain module's `forward`. Fused neighbours call `fused`, which takes the
-    result of a FusedRMSNorm and returns a sum. Both this norm and the sum may be deferred. FusedRotaryEmbedding defines
-    `rows` instead of `fused`.
+    form's `forward`. Fused neighbours call `fused`, which takes the result of a FusedRMSNorm and returns a sum. The
+    result and the sum may be deferred. FusedRotaryEmbedding defines `rows` instead of `fused`.
     """
 
     what = ""  # what is fused, for `nanovllm show-fused`

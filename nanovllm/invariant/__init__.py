@@ -34,8 +34,8 @@ def invariant_operations() -> Iterator[None]:
 def refuse_states(runner: "ModelRunner", *known: type) -> None:
     """Raise ValueError if a layer with a state has a type that is not in `known`.
 
-    With a layer of an unknown type, the state might depend on how prompts are divided into chunks. The model of
-    `runner` must be loaded.
+    The state of a layer of an unknown type might depend on how prompts are divided into chunks. The model of `runner`
+    must be loaded.
     """
     layers = (layer for spec, layers in runner.cache_groups.items() if spec.of_states for layer in layers)
     for layer in layers:

@@ -64,7 +64,7 @@ gate_scores = linear
 
 
 def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Compute the gate row by row: if a row had a single gate, one vector instruction would compute several rows."""
+    """Compute the gate row by row: otherwise, one vector instruction could compute the gates of several rows."""
     if len(x) <= 1:
         return NotImplemented
     return torch.cat([gates.sigmoid_gate(*row) for row in zip(x.split(1), gate.split(1))])

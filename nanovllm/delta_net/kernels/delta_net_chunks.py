@@ -7,7 +7,7 @@ Four kernels compute:
 3. the state before each chunk, one chunk after the other
 4. the outputs and the gated norm, for all chunks in parallel
 
-Between kernels, decays and betas are float32, and all other tensors have the model's dtype. A state stays in float32
+The kernels exchange decays and betas in float32, and all other tensors in the model's dtype. A state stays in float32
 from chunk to chunk, and is rounded only for matmuls, for the last kernel and for storage.
 """
 
@@ -38,10 +38,9 @@ HEADS_EACH = 2  # value heads of a chunk that a program computes in order, loadi
 def _inverse(system, IS_FLOAT32: tl.constexpr):
     """Invert a lower triangular matrix with ones on the diagonal.
 
-    `system` [CHUNK, CHUNK] contains the part below the diagonal. Let A' and C' be the inverses of A and C. The inverse
-    of [[A, 0], [B, C]] is [[A', 0], [-C' B A', C']], so each iteration doubles the size of the inverted blocks.
-    Elements of 16 bits are precise enough: keys have norm 1, and betas and decays are at most 1, so no element exceeds
-    1.
+    `system` [CHUNK, CHUNK] contains the part below the diagonal. With the inverses A' of A and C' of C, the inverse of
+    [[A, 0], [B, C]] is [[A', 0], [-C' B A', C']]. So each iteration doubles the size of the inverted blocks. Elements
+    of 16 bits are precise enough: keys have norm 1, and betas and decays are at most 1, so no element exceeds 1.
     """
     DTYPE: tl.constexpr = tl.float32 if IS_FLOAT32 else tl.float16
     i = tl.arange(0, CHUNK)

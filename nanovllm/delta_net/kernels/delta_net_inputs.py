@@ -33,7 +33,7 @@ def silu(x):
 
 @triton.jit
 def _load_inputs(source, first, t, channel, inside, PLAN: tl.constexpr):
-    """Load the inputs of the convolution for tokens `t`. The first of these tokens is `first`."""
+    """Load the inputs of the convolution for tokens `t`, which start at `first`."""
     HEADS: tl.constexpr = PLAN.heads
     x_rows, state_ptrs, row, begin, own = source
     x = tl.load(x_rows.qkvz + t.to(tl.int64) * x_rows.stride + channel, inside & (t >= own), 0.0)
@@ -55,7 +55,7 @@ def _inputs_kernel(
 ):
     """Each program computes one head for a tile of a sequence's tokens.
 
-    Programs for query heads come first, then programs for key heads, then programs for value heads and their gates.
+    The heads are in this order: query heads, key heads, value heads. Programs of value heads also compute the gates.
     """
     gdc_launch_and_wait(PDL)
     HEADS: tl.constexpr = PLAN.heads

@@ -1,7 +1,7 @@
 """The gated delta rule, computed token by token: for decode steps, for drafts, and for batch-invariant chunks.
 
 The first kernel computes convolution and gates of all tokens, and the second updates each state in registers. A decode
-step reads and writes each state once, so memory bandwidth limits its speed. In the published models, a state has 64 KiB
+step reads and writes each state once, so memory bandwidth limits the speed. In the published models, a state has 64 KiB
 per head.
 
 A token is computed with the same instructions in a chunk, in a decode step and as a draft. The bits of a result can
