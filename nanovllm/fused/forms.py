@@ -22,8 +22,9 @@ class Fused:
     """The base class of forms.
 
     A form overrides methods of a module, and uses the module's attributes (utils/replace.py). Plain neighbours call a
-    form's `forward`. Fused neighbours call `fused`, which takes the result of a FusedRMSNorm and returns a sum. The
-    result and the sum may be deferred. FusedRotaryEmbedding defines `rows` instead of `fused`.
+    form's `forward`. Fused neighbours call `fused`, which takes the result of a FusedRMSNorm and returns a sum.
+    FusedRMSNorm may defer the norm, and `fused` may return an unfinished sum. FusedRotaryEmbedding defines `rows`
+    instead of `fused`.
     """
 
     what = ""  # what is fused, for `nanovllm show-fused`
@@ -105,7 +106,10 @@ def takes_fused(module: nn.Module) -> bool:
 
 
 def run_fused(module: nn.Module, x: NormInput, *rope: Rope) -> PartialSum:
-    """Call the part of a layer between two norms, whether the part is fused or plain. Only attention takes `rope`."""
+    """Call a fused or plain part of a layer, such as attention, that lies between two norms.
+
+    Only attention takes `rope`.
+    """
     if takes_fused(module):
         return module.fused(x, *rope)  # type: ignore[operator]
     positions = [x.positions for x in rope]

@@ -127,7 +127,7 @@ def as_fp8_partner(x):
     """Convert bfloat16 queries to float16, so that they can be multiplied by e4m3 keys.
 
     The hardware converts e4m3 to bfloat16 only through float16 and float32. float16 is more precise than bfloat16. The
-    range of float16 is smaller, but far larger than the outputs of norms and projections.
+    smaller range of float16 still far exceeds the outputs of norms and projections.
     """
     if x.dtype == tl.bfloat16:
         x = tl.clamp(x.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)

@@ -1,4 +1,4 @@
-"""Defines the interface of drafting methods. Each method has its own file."""
+"""Defines the interface of drafting methods."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

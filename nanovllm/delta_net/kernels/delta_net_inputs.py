@@ -55,7 +55,7 @@ def _inputs_kernel(
 ):
     """Each program computes one head for a tile of a sequence's tokens.
 
-    The heads are in this order: query heads, key heads, value heads. Programs of value heads also compute the gates.
+    Query heads come first, then key heads, then value heads. Programs of value heads also compute gates.
     """
     gdc_launch_and_wait(PDL)
     HEADS: tl.constexpr = PLAN.heads

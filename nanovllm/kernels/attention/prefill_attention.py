@@ -191,8 +191,8 @@ def prefill_attention(
     """Return the causal attention of new tokens over the cached keys of their sequences, in the shape of q.
 
     A query sees the tokens of its sequence up to its own position. If the cache has a window, a query sees only the
-    last `window` of these tokens. The cache already contains all `context_lens[b]` tokens of sequence b, including the
-    tokens of this step.
+    last `window` tokens up to its own position. The cache already contains all `context_lens[b]` tokens of sequence b,
+    including the tokens of this step.
 
     q [T, heads, head_dim]: the queries of the last tokens of B sequences, contiguous. At most 64 query heads share a
         key-value head.

@@ -1,9 +1,8 @@
-"""Prefill attention for Hopper (FlashAttention-3, arXiv:2407.08608).
+"""Prefill attention for Hopper (FlashAttention-3, arXiv:2407.08608), written in Gluon.
 
-The kernel is written in Gluon. One warp loads tiles, and two warpgroups compute attention. A query tile has 128 rows
-(64 for each warpgroup), and each row is one query head of one token. A tile covers a *pack*: some of the query heads
-that share a key-value head. The size of a pack is the largest power of two that divides the number of query heads per
-key-value head.
+One warp loads tiles, and two warpgroups compute attention. A query tile has 128 rows (64 for each warpgroup), and each
+row is one query head of one token. A tile covers a *pack*: some of the query heads that share a key-value head. The
+size of a pack is the largest power of two that divides the number of query heads per key-value head.
 
 The warpgroups alternate. While one warpgroup computes a softmax, the tensor cores multiply for the other warpgroup, or
 multiply the first warpgroup's previous softmax weights by values.

@@ -57,7 +57,7 @@ def choose_tile(num_rows: int, n: int, k: int, max_split_k: int, sms: int) -> Ho
 def hopper_tile(num_rows: int, values: torch.Tensor, scales: torch.Tensor, max_split_k: int) -> HopperTile | None:
     """Return the tile for `quantized_linear`, or `None` if another kernel should run.
 
-    The tile contains the best `split_k` up to `max_split_k`.
+    The tile's `split_k` is the best value up to `max_split_k`.
     """
     if not has_hopper_kernels() or block_shape(values, scales) != BLOCK:
         return None
@@ -88,7 +88,7 @@ MAX_PACKED_ROWS = 512  # with more rows, converting the weights for a GEMM of th
 def packed_tile(x: torch.Tensor, weight, max_split_k: int) -> HopperTile | None:
     """Return the tile for x [M, K] times a Packed weight, or `None` if another kernel should run.
 
-    The tile contains the best `split_k` up to `max_split_k`.
+    The tile's `split_k` is the best value up to `max_split_k`.
     """
     if not suits_packed_kernels(x, weight):
         return None

@@ -154,8 +154,8 @@ def launch(kernel: DependentKernel, grid: tuple[int, ...], device: torch.device,
     Usage: `launch(kernel, grid, device)(*arguments, **constants)`.
 
     `shared` is the percentage of a multiprocessor's L1 memory that becomes shared memory instead of cache. `None` lets
-    the driver choose. Kernels overlap only if they use the same percentage. Kernels for small batches need little
-    shared memory.
+    the driver choose. Kernels overlap only if they have the same percentage `shared`. Kernels for small batches need
+    little shared memory.
     """
     run = launch_ordinary(kernel.jit, grid)
     if not has_tma(device) or IS_TRITON_3_4:
