@@ -9,10 +9,8 @@ if TYPE_CHECKING:
 
 
 def check_swap_space(config: "Config") -> None:
-    """Raise ValueError if the model or the settings can't use `swap_space`, or if the host has less memory."""
+    """Raise ValueError if the other settings rule out `swap_space`, or if the host has less memory."""
     given = f"swap_space={config.swap_space:g}"
-    if config.model_config.hybrid:
-        raise ValueError(f"{given}: is not supported for models with layers that keep a state; it must be 0")
     if not config.enable_prefix_caching:
         reason = "enable_prefix_caching=False" if config.pooling is None else f"task={config.task!r}"
         raise ValueError(f"{given}: must be 0 with {reason}, because only the prefix cache uses it")
