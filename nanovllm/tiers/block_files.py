@@ -14,7 +14,7 @@ import xxhash
 from nanovllm.engine.sequence import packed_ids
 
 HEADER = Struct("<8s16sQ")  # magic, checksum of all bytes that follow the header, number of bytes of the token ids
-MAGIC = b"nvllmkv1"
+MAGIC = b"nvllmkv1"  # another number if blocks of equal shape store something else
 SUFFIX = ".block"
 MAX_WRITE_SECONDS = 600
 
@@ -30,7 +30,7 @@ class BlockFiles:
 
     def __init__(self, folder: Path, max_bytes: int):
         """`max_bytes` limits the size of all files together. Files of earlier engines are used and count."""
-        self.folder, self._max_bytes = folder, max_bytes
+        self.folder, self.max_bytes = folder, max_bytes
         for file in folder.glob("*.tmp"):  # an engine may have ended early, or may write this file now
             if file.stat().st_mtime < time() - MAX_WRITE_SECONDS:
                 file.unlink(missing_ok=True)
@@ -102,7 +102,7 @@ class BlockFiles:
             raise OSError(f"{path}: is damaged")
 
     def _delete_oldest(self) -> None:
-        while self._num_bytes > self._max_bytes:
+        while self._num_bytes > self.max_bytes:
             self.remove(next(iter(self._sizes)))
 
     def _path(self, block_hash: int) -> Path:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import xxhash
 
-import nanovllm
 from nanovllm.cache.block_copies import block_parts
 from nanovllm.engine.engine import Engine
 from nanovllm.tiers.block_files import BlockFiles
@@ -45,7 +44,7 @@ class Write:
     future: Future | None = None  # of the thread that writes the file
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Read:
     """Blocks that a call of `get` asks for, of which some are read from files."""
 
@@ -117,23 +116,32 @@ class DiskTier(HostTier):
         super().clear()
 
     def close(self, contents: Iterable[CachedBlock]) -> None:
-        """Write the blocks of the device and of host memory, for at most EXIT_SECONDS. Then end the threads."""
+        """Write the blocks of the device and of host memory, for at most EXIT_SECONDS. Then end the threads.
+
+        `contents` begins with the most recent blocks, which are written first.
+        """
         end = monotonic() + EXIT_SECONDS
-        part_size = max(1, self._num_rows // 4)
-        for part in _parts(contents, part_size):
-            self.put(part)
-            self._wait_for_writes(end)
-        for hashes in _parts(reversed([*self._entries]), part_size):
-            self._begin_writes(hashes)
-            self._wait_for_writes(end)
+        if self._files is not None:
+            num_blocks = self._files.max_bytes // self._runner.host_blocks.rows.shape[1]
+            on_device = [*islice(contents, num_blocks)]
+            recent = dict.fromkeys(block.block_hash for block in on_device) | dict.fromkeys(reversed(self._entries))
+            hashes = [*islice(recent, num_blocks)]
+            for part in _parts(on_device, part_size := max(1, self._num_rows // 4)):
+                self.put(part)
+                self._wait_for_writes(end)
+            for part in _parts(hashes, part_size):
+                self._begin_writes(part)
+                self._wait_for_writes(end)
+            for block_hash in (block_hash for block_hash in reversed(hashes) if block_hash in self._files):
+                self._files.touch(block_hash)
+            if monotonic() >= end:
+                logger.warning("swap_dir: not all cache blocks could be written in %g seconds", EXIT_SECONDS)
         self._threads.shutdown(cancel_futures=True)
-        if monotonic() >= end:
-            logger.warning("swap_dir: not all cache blocks could be written in %g seconds", EXIT_SECONDS)
         self._files = None
 
     def _begin_writes(self, hashes: list[int]) -> None:
         """Write the blocks with these hashes, except for those that have files. At most half of the rows are used."""
-        if self._files is None:
+        if self._files is None or not hashes:
             return
         is_copied = self._runner.host_blocks.end_of_puts()
         num_rows = sum(len(write.entry.rows) for write in self._writes.values())
@@ -244,7 +252,7 @@ def fingerprint(config: "Config", runner: "ModelRunner") -> str:
     parts = [(tuple(part.shape), str(part.dtype)) for part in block_parts(runner._cached_token_ids, runner.caches, 0)]
     names = "dtype kv_cache_dtype quantization load_format kvcache_block_size mamba_ssm_cache_dtype max_model_len"
     settings = [str(getattr(config, name)) for name in (*names.split(), "speculative_config", "attention_backend")]
-    return xxhash.xxh3_128_hexdigest(json.dumps([nanovllm.__version__, stats, parts, settings]).encode())
+    return xxhash.xxh3_128_hexdigest(json.dumps([stats, parts, settings]).encode())
 
 
 def _stored_salt(file: Path) -> int:
