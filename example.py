@@ -4,6 +4,8 @@ import argparse
 import logging
 import signal
 
+from nanovllm.utils.model_files import check_model
+
 QUESTIONS = ["What is 17 + 25?", "list all prime numbers within 100", "introduce yourself"]
 VERSE = "HAMLET.\nTo be, or not to be"
 
@@ -22,12 +24,12 @@ def main() -> None:
     settings = vars(parser.parse_args())
     model, max_tokens, temperature = (settings.pop(name) for name in ("model", "max_tokens", "temperature"))
 
-    print("Importing PyTorch ...", flush=True)
-    from nanovllm import LLM, SamplingParams  # not at the top, because importing PyTorch takes seconds
-
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("nanovllm").setLevel(logging.INFO)  # the engine logs one line when it has started
     try:
+        check_model(model)
+        from nanovllm import LLM, SamplingParams  # not at the top, because importing PyTorch takes seconds
+
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("nanovllm").setLevel(logging.INFO)  # the engine logs one line when it has started
         llm = LLM(model, **settings)
     except (ValueError, TypeError, OSError) as error:  # of a setting, or of the model's files
         parser.exit(2, f"{error}\n")

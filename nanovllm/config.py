@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 from nanovllm.compat.vllm_settings import translate
 from nanovllm.pooling.task import TASKS, find_task
 from nanovllm.utils.checks import check_bool, check_choice, check_fields, check_int, check_real, checked
+from nanovllm.utils.model_files import find_model, find_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -159,7 +160,6 @@ class Config:
 
     def __post_init__(self) -> None:
         from nanovllm.models import ModelConfig, dtype_in_use
-        from nanovllm.utils.loader import find_model, find_tokenizer
 
         self._check_settings()
         device = _resolve_device(self.device, self.tensor_parallel_size)

@@ -50,7 +50,8 @@ from nanovllm.layers.sampler import gumbel_noise
 from nanovllm.reasoning.formats import FORMATS, HARMONY
 from nanovllm.reasoning.harmony import HarmonyMarkers
 from nanovllm.reasoning.stage import Markers
-from nanovllm.utils.loader import BUNDLED, load_tokenizer
+from nanovllm.utils.loader import load_tokenizer
+from nanovllm.utils.model_files import BUNDLED
 from nanovllm.utils.partial_sum import PartialSum
 from nanovllm.utils.tensor_parallel import TensorParallel
 

@@ -43,7 +43,7 @@ SCHEDULING = [
 # each other.
 HOUSE = """
 0 | utils/checks.py utils/construction.py utils/context.py utils/cores.py utils/cuda_driver.py utils/double_buffer.py
-  utils/download.py
+  utils/download.py utils/families.py utils/model_files.py
   utils/flags.py utils/interrupts.py utils/libraries.py utils/partial_sum.py utils/progress.py utils/refusals.py
   utils/replace.py utils/rope_scaling.py utils/setting_checks.py utils/tensor_parallel.py utils/transformers_4.py
   utils/waiting.py
@@ -53,7 +53,7 @@ HOUSE = """
   <- utils/loader.py utils/sharded_checkpoint.py utils/dummy_weights.py utils/tied_head.py
   utils/merged_tensors.py utils/nested_names.py
   quantization/__init__.py pooling/__init__.py
-  <- models/__init__.py models/shared/architectures.py attention/__init__.py
+  <- models/__init__.py attention/__init__.py
   structured_outputs/__init__.py compat/__init__.py <- structured_outputs/spec.py compat/vllm_settings.py
   compat/vllm_flags.py
   distributed/division.py utils/device_checks.py <- utils/collection_checks.py pooling/task.py

@@ -286,10 +286,11 @@ def test_version(capsys):
 
 
 NO_TORCH = ["--help", "--version", "", *(f"{name} --help" for name in cli.COMMANDS), "chat", "chat m --url http://x"]
+NO_TORCH += [f"{command} ./nope" for command in ("serve", "generate -", "chat", "show-fused", "bench --model")]
 
 
 @pytest.mark.parametrize("arguments", NO_TORCH)
-def test_help_and_a_chat_with_a_server_need_no_torch(arguments):
+def test_help_a_wrong_model_and_a_chat_with_a_server_need_no_torch(arguments):
     """Half a second of a processor's time at most, the best of three; the clock would count other programs, too."""
     code = "import sys, time; from nanovllm.serve import cli\ntry: cli.main(sys.argv[1:])\nfinally: "
     code += "print({'torch', 'transformers', 'fastapi', 'safetensors'} & {*sys.modules}, file=sys.stderr); "

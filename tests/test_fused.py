@@ -33,13 +33,14 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase, ReplicatedLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.sigmoid_gate import SigmoidGate
-from nanovllm.models import MODELS, ModelConfig, make_model
+from nanovllm.models import ModelConfig, make_model
 from nanovllm.models.gemma3_text import GeluAndMul
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3MLP
 from nanovllm.moe.experts import Experts, GatedActivation, MoE
 from nanovllm.serve import cli
 from nanovllm.utils.context import Context, attention_context
+from nanovllm.utils.families import MODELS
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.partial_sum import PartialSum
 

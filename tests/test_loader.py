@@ -18,8 +18,10 @@ from torch import nn
 from nanovllm import SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine import model_runner
-from nanovllm.models import MODELS, make_model
-from nanovllm.utils.loader import find_model, load_model, weight_loaders
+from nanovllm.models import make_model
+from nanovllm.utils.families import MODELS
+from nanovllm.utils.loader import load_model, weight_loaders
+from nanovllm.utils.model_files import check_model, find_model
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 PROMPT = [5, 1999, 300, 42, 7, 7, 1024, 11]
@@ -525,6 +527,16 @@ def test_the_advice_stands_before_the_error_of_the_hub(monkeypatch, name, advice
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(FileNotFoundError, match=rf"^model='a/b': no such folder, and .*{advice}.*\n\({name}: 404"):
         find_model("a/b")
+
+
+def test_commands_check_a_model_before_they_import_pytorch(tmp_path):
+    check_model(TINY), check_model("owner/name")  # the hub is not asked yet
+    for raw in ({"model_type": "llama"}, {"model_type": "x", "text_config": {"model_type": "qwen3"}}):
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        check_model(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
+    with pytest.raises(ValueError, match=f"{tmp_path}/config.json: model_type='gpt2' with .*must be one of"):
+        check_model(str(tmp_path))
 
 
 def test_find_model(monkeypatch, tmp_path):

@@ -25,11 +25,12 @@ from nanovllm.cache.kv_cache import KVCache
 from nanovllm.config import Config
 from nanovllm.distributed.process_group import connect
 from nanovllm.layers.attention import Attention
-from nanovllm.models import MODELS, ModelConfig, make_model
+from nanovllm.models import ModelConfig, make_model
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.models.qwen2 import Qwen2ForCausalLM
 from nanovllm.models.shared.windows import fields_of_sizes
 from nanovllm.utils.context import Context, attention_context
+from nanovllm.utils.families import MODELS
 from nanovllm.utils.loader import load_model
 
 MARGIN = 2e-4  # of logits: a smaller lead than this is a tie, and either token is right

@@ -47,7 +47,7 @@ from nanovllm.serve.server import make_server
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.structured import structured_outputs
 from nanovllm.serve.turns import CLIENT, ClientTurns, LoopTurns
-from nanovllm.utils.loader import BUNDLED
+from nanovllm.utils.model_files import BUNDLED
 
 ENGINE = dict(dtype="float32", device="cpu", kvcache_block_size=16, num_kvcache_blocks=256)
 MODEL = "tiny-qwen3"

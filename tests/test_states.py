@@ -23,10 +23,11 @@ from nanovllm.cache.state import fit_states
 from nanovllm.config import Config
 from nanovllm.cuda.start import RESERVE_BYTES, free_kv_cache
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.models import MODELS, make_model
+from nanovllm.models import make_model
 from nanovllm.models.llama import LlamaAttention, LlamaForCausalLM
 from nanovllm.models.qwen3 import Qwen3MLP
 from nanovllm.utils.context import get_context
+from nanovllm.utils.families import MODELS
 
 LAYER: dict = {}
 exec(STATE, LAYER)  # the layer of CONTRIBUTING.md

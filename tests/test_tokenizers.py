@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
-from nanovllm.models import MODELS
+from nanovllm.utils.families import MODELS
 from nanovllm.utils.loader import load_tokenizer
 
 TEXTS = {

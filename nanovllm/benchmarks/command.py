@@ -16,6 +16,7 @@ from nanovllm.benchmarks.tables import Panel
 from nanovllm.config import Config
 from nanovllm.spec_decode.speculative_config import given_values
 from nanovllm.utils.libraries import import_libraries
+from nanovllm.utils.model_files import check_model
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
@@ -33,6 +34,11 @@ def _main(arguments: Sequence[str] | None, prog: str | None) -> None:
         pictures.draw_figure(args.figure)
         return
     settings = engine_settings(args)
+    if not args.shape:
+        try:
+            check_model(args.model, settings.get("revision"))
+        except (ValueError, OSError) as error:
+            parser.error(str(error))
     import_libraries(settings)
     with tempfile.TemporaryDirectory() as folder:
         if args.shape:

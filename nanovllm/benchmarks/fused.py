@@ -12,6 +12,7 @@ from nanovllm.benchmarks.tables import print_table
 from nanovllm.config import Config
 from nanovllm.utils.flags import Parser
 from nanovllm.utils.libraries import import_libraries
+from nanovllm.utils.model_files import check_model
 from nanovllm.utils.waiting import waiting_for
 
 # groups of fused forms, which --measure disables one at a time; a value lists ends of names in FORMS
@@ -36,6 +37,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def show_fused(options: argparse.Namespace) -> int:
+    check_model(options.model)
     import_libraries({"device": "cpu"})  # --measure runs the model in other processes
     import torch
 

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from nanovllm.utils.families import MODELS
+
 # entries of config.json; SHAPES lists the published values in this order
 SHAPE_ENTRIES = (
     *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -116,8 +118,6 @@ def write_shape(name: str, folder: Path, with_text: bool = False) -> None:
     with_text: if True, ids that are not bytes decode to words, because a server does not stream tokens without text.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    from nanovllm.models import MODELS
 
     entries = dict(zip(SHAPE_ENTRIES, SHAPES[name], strict=True)) | EXTRA_ENTRIES.get(name, {})
     kind = entries["model_type"]

@@ -25,7 +25,7 @@ from nanovllm.compat.vllm_settings import select
 from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanovllm.lora.lora_request import LoRARequest
 from nanovllm.requests.request import Prompt, TextPrompt, TokensPrompt
-from nanovllm.utils.loader import find_tokenizer
+from nanovllm.utils.model_files import find_tokenizer
 
 __version__ = "0.26.0"  # the version of vLLM whose names are used here
 MODULES = (

@@ -11,7 +11,8 @@ import xxhash
 
 from nanovllm.lora.adapter_config import CONFIG_FILE, AdapterConfig
 from nanovllm.lora.lora_request import Adapter, LoRARequest
-from nanovllm.utils.loader import BUNDLED, open_safetensors
+from nanovllm.utils.loader import open_safetensors
+from nanovllm.utils.model_files import BUNDLED
 from nanovllm.utils.nested_names import nested_names, text_name
 
 if TYPE_CHECKING:

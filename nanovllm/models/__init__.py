@@ -26,11 +26,9 @@ Layers get their rank and the dtype of their weights from utils/construction.py.
 """
 
 import os
-import re
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
-from pkgutil import iter_modules, resolve_name
 from typing import Any
 
 import torch
@@ -39,42 +37,13 @@ from torch import nn
 from nanovllm.quantization import find_quantization
 from nanovllm.utils.checks import check_bool, check_choice, check_int, check_real, read_json
 from nanovllm.utils.construction import constructing
+from nanovllm.utils.families import find_model_type, model_class
 from nanovllm.utils.rope_scaling import inverse_frequencies, scaled_rope
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float", "float16", "half", "bfloat16")}
 # a container's memory limit, in both versions of cgroups
 MEMORY_LIMITS = [Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory/memory.limit_in_bytes")]
-
-# `model_type` -> module:class
-MODELS = {
-    name: f"{__name__}.{name}:" + re.sub(r"_(?!\d)", "", name.title()) + "ForCausalLM"
-    for name in sorted(module.name for module in iter_modules(__path__) if not module.ispkg)
-}
-MODELS |= {
-    "gemma3_text": f"{__name__}.gemma3_text:Gemma3ForCausalLM",
-    "gemma4_text": f"{__name__}.gemma4_text:Gemma4ForCausalLM",
-    "gemma4_unified_text": f"{__name__}.gemma4_unified_text:Gemma4UnifiedForCausalLM",
-    "smollm3": f"{__name__}.smollm3:SmolLM3ForCausalLM",
-    "qwen3_vl": f"{__name__}.qwen3_vl:Qwen3VLForConditionalGeneration",
-    "qwen3_vl_moe": f"{__name__}.qwen3_vl_moe:Qwen3VLMoeForConditionalGeneration",
-}
-
-
-def find_model_type(raw: dict, file: Path) -> str:
-    """Return the key in MODELS for a config.json, by its `model_type` or else its `architectures`.
-
-    Raises ValueError if neither entry is supported.
-    """
-    if (model_type := str(raw.get("model_type"))) in MODELS:
-        return model_type
-    from nanovllm.models.shared.architectures import find_by_architecture  # few checkpoints need it
-
-    return find_by_architecture(raw, file)
-
-
-def model_class(model_type: str) -> type:
-    return resolve_name(MODELS[model_type])
 
 
 def make_model(config: "ModelConfig", max_len: int, tp: TensorParallel = TensorParallel()) -> nn.Module:

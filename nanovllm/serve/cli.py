@@ -19,6 +19,7 @@ from nanovllm.serve.process import set_up_process
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.utils.flags import Parser, add_flags, given
 from nanovllm.utils.libraries import import_libraries
+from nanovllm.utils.model_files import check_model
 from nanovllm.utils.waiting import waiting_for
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ def serve(options: argparse.Namespace) -> int:
     set_up_process()
     config_flags = given(options, Config, skip=("model",))
     engine_settings = translate(config_flags | options.vllm_settings, Config.__dataclass_fields__)
+    check_model(options.model, engine_settings.get("revision"))
     is_chat = engine_settings.get("task", "auto") in ("auto", "generate")
     if options.model == "tiny-qwen3" and is_chat and not engine_settings.keys() & {*SMALL_CACHE, "attention_backend"}:
         engine_settings |= SMALL_CACHE

@@ -170,7 +170,7 @@ def _resolve(settings: SpeculativeConfig, config: "Config") -> None:
 def _resolve_model(settings: SpeculativeConfig, config: "Config", set_: Any) -> None:
     from nanovllm.attention import check_head_dim
     from nanovllm.spec_decode.head_checkpoint import check_mtp, read_eagle3_config
-    from nanovllm.utils.loader import find_model
+    from nanovllm.utils.model_files import find_model
 
     draft_config, with_weights = config.model_config, config.load_format != "dummy"
     folder = find_model(settings.model or config.model, settings.revision, with_weights)

@@ -1,4 +1,4 @@
-"""Finds a model's files, and loads its tokenizer and weights."""
+"""Loads a model's tokenizer and weights."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,16 +12,14 @@ from torch import nn
 from nanovllm.moe.expert_weights import load_alternating, split_experts
 from nanovllm.utils.checks import read_json
 from nanovllm.utils.construction import get_construction
-from nanovllm.utils.download import broken_file, download
+from nanovllm.utils.download import broken_file
 from nanovllm.utils.dummy_weights import load_dummy
 from nanovllm.utils.merged_tensors import WHOLE, load_whole
 from nanovllm.utils.nested_names import text_name
 from nanovllm.utils.progress import with_bar
-from nanovllm.utils.refusals import bad_tensors, no_config, other_tensors
+from nanovllm.utils.refusals import bad_tensors, other_tensors
 from nanovllm.utils.sharded_checkpoint import find_in_files
 
-BUNDLED = Path(__file__).parent.parent / "assets"
-TOKENIZER_FILES = ("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",)  # one group is enough
 JSON_FILES = ("tokenizer", "tokenizer_config", "vocab", "added_tokens", "special_tokens_map", "config")
 # If a model's `model_type` and `tokenizer_class` are listed here, its tokenizer is loaded with the class on the right,
 # which AutoTokenizer would choose as well. Importing AutoTokenizer takes up to two seconds more. For other values of
@@ -32,30 +30,6 @@ HEAD = "lm_head.weight"
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 QUANTIZED_DTYPES = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8"}
 BAR_DELAY = 1  # seconds until the progress bar is shown
-
-
-def find_model(model: str, revision: str | None = None, with_weights: bool = True) -> Path:
-    """Return the absolute path of `model`'s folder, after downloading a hub id with the hub client's progress bar.
-
-    `revision` is a branch, tag or commit on the hub. Raises FileNotFoundError, with advice, if no folder is found or
-    downloaded.
-    """
-    folder = _find("model", model, revision, with_weights)
-    if not (folder / "config.json").is_file():
-        raise no_config(model, folder)
-    return folder
-
-
-def find_tokenizer(tokenizer: str | None, model_folder: Path) -> Path:
-    """Return the absolute path of `tokenizer`'s folder, by default the model's folder.
-
-    Raises FileNotFoundError if the folder contains no tokenizer.
-    """
-    folder = model_folder if tokenizer is None else _find("tokenizer", tokenizer, None, with_weights=False)
-    if not any(all((folder / name).is_file() for name in names) for names in TOKENIZER_FILES):
-        wanted = ", or ".join(" and ".join(names) for names in TOKENIZER_FILES)
-        raise FileNotFoundError(f"{folder}: holds no tokenizer ({wanted}); `tokenizer=` takes another folder or hub id")
-    return folder
 
 
 def load_tokenizer(folder: str):
@@ -78,18 +52,6 @@ def load_tokenizer(folder: str):
         return getattr(transformers, name).from_pretrained(folder)
     except Exception as error:  # a broken file can raise anything
         raise ValueError(f"{folder}: can't load the tokenizer ({type(error).__name__}: {error})") from error
-
-
-def _find(setting: str, name: str, revision: str | None, with_weights: bool) -> Path:
-    if not isinstance(name, (str, Path)):
-        raise TypeError(f"{setting}={name!r}: must be a folder, a hub id, or the name of a bundled model")
-    name = str(name)
-    if name in (bundled := [folder.name for folder in BUNDLED.iterdir()]):
-        return BUNDLED / name
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder.absolute()  # because the working directory may change
-    return download(setting, name, revision, with_weights, bundled)
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def write_blocks(model: str, folder: Path) -> str:
     """The checkpoint in Qwen3's published FP8 format."""
     from test_quantization import write_quantized
 
-    from nanovllm.utils.loader import find_model
+    from nanovllm.utils.model_files import find_model
 
     return write_quantized(str(find_model(model, None, with_weights=True)), folder, "block", margin=1.0)[0]
 

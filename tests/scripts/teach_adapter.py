@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm import LLM, LoRARequest, SamplingParams
-from nanovllm.utils.loader import BUNDLED
+from nanovllm.utils.model_files import BUNDLED
 
 BASE, ROWS, LEARNING_RATE, ALPHA = str(BUNDLED / "tiny-qwen3"), 24, 4e-3, 16
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

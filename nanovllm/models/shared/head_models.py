@@ -15,9 +15,10 @@ from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.linear import ColumnParallelLinear, QKVParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.models import ModelConfig, model_class
+from nanovllm.models import ModelConfig
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 from nanovllm.spec_decode.head_checkpoint import Eagle3Config
+from nanovllm.utils.families import model_class
 
 if TYPE_CHECKING:
     from nanovllm.config import Config

@@ -10,6 +10,7 @@ from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.flags import add_flags, given
 from nanovllm.utils.libraries import import_libraries
+from nanovllm.utils.model_files import check_model
 
 CHAT_SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos", "stop"),
@@ -47,6 +48,7 @@ def add_flags_of(name: str, parser: argparse.ArgumentParser) -> None:
 def _load(options: argparse.Namespace) -> Any:
     SamplingParams(**given(options, SamplingParams))  # raises errors before the model is loaded
     settings = given(options, Config, skip=NO_ENGINE_FLAGS)
+    check_model(options.model, settings.get("revision"))
     import_libraries(settings)
     from nanovllm import LLM
 

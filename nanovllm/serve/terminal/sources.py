@@ -16,6 +16,7 @@ from nanovllm.requests.request import Message
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.harmony_parser import HarmonyParser
 from nanovllm.serve.reasoning_parser import ReasoningParser, make_reasoning_parser
+from nanovllm.utils.model_files import BUNDLED
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -53,8 +54,6 @@ class LocalModel:
     """A model in this process."""
 
     def __init__(self, llm: "LLM", name: str):
-        from nanovllm.utils.loader import BUNDLED  # lazy, because a chat with a server does not need PyTorch
-
         if llm.tokenizer.chat_template is None:
             raise ValueError(f"model={name!r}: has no chat template; `nanovllm generate` works without one")
         self.llm, self.name = llm, name

@@ -1,0 +1,45 @@
+"""Finds the model family of a checkpoint, by the table of all families. Importing this file imports no family."""
+
+import re
+from pathlib import Path
+from pkgutil import iter_modules, resolve_name
+
+PACKAGE = "nanovllm.models"
+# `model_type` -> module:class
+MODELS = {
+    name: f"{PACKAGE}.{name}:" + re.sub(r"_(?!\d)", "", name.title()) + "ForCausalLM"
+    for name in sorted(x.name for x in iter_modules([str(Path(__file__).parents[1] / "models")]) if not x.ispkg)
+}
+MODELS |= {
+    "gemma3_text": f"{PACKAGE}.gemma3_text:Gemma3ForCausalLM",
+    "gemma4_text": f"{PACKAGE}.gemma4_text:Gemma4ForCausalLM",
+    "gemma4_unified_text": f"{PACKAGE}.gemma4_unified_text:Gemma4UnifiedForCausalLM",
+    "smollm3": f"{PACKAGE}.smollm3:SmolLM3ForCausalLM",
+    "qwen3_vl": f"{PACKAGE}.qwen3_vl:Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": f"{PACKAGE}.qwen3_vl_moe:Qwen3VLMoeForConditionalGeneration",
+}
+
+
+def find_model_type(raw: dict, file: Path) -> str:
+    """Return the key in MODELS for a config.json, by its `model_type`, its text model, or its `architectures`.
+
+    Only a text model makes this function import a family. Raises ValueError if no entry is supported.
+    """
+    if (model_type := str(raw.get("model_type"))) in MODELS:
+        return model_type
+    text = raw.get("text_config")
+    text_type = text.get("model_type") if isinstance(text, dict) else None
+    if text_type in MODELS and getattr(model_class(text_type), "may_be_nested", False):
+        return text_type
+    architectures = raw.get("architectures") or ()
+    for family, location in MODELS.items():
+        if location.split(":")[1] in architectures:
+            return family
+    raise ValueError(
+        f"{file}: model_type={raw.get('model_type')!r} with architectures={architectures!r}: model_type must be one of "
+        f"{', '.join(map(repr, MODELS))}; another family is a file of nanovllm/models/"
+    )
+
+
+def model_class(model_type: str) -> type:
+    return resolve_name(MODELS[model_type])
