@@ -1510,14 +1510,39 @@ def test_draining(caplog):
         server.thread.join(5)
         assert not server.thread.is_alive()
         assert "running requests: 1; the server waits up to 20 s for them" in caplog.text
+
+
+STREAMS = [
+    ("completions", {"prompt": PROMPT}, '{"error":{"message":"the server has ended",'),
+    ("chat/completions", {"messages": QUESTION}, '{"error":{"message":"the server has ended",'),
+    ("responses", {"input": PROMPT, "max_output_tokens": 1900}, '{"type":"response.failed",'),
+    (
+        "messages",
+        {"messages": QUESTION},
+        '{"type":"error","error":{"type":"overloaded_error","message":"the server has',
+    ),
+]
+
+
+@pytest.mark.parametrize("path, body, error", STREAMS, ids=[path for path, *_ in STREAMS])
+def test_streams_that_outlast_the_draining_end_with_an_error(path, body, error, caplog):
+    """The body is whole, in the format of its API, and the log says what happens without a traceback."""
     with running(drain_seconds=0) as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-        stream = client.completions.create(stream=True, **options | {"max_tokens": 2000})
-        next(stream)
-        server.server.should_exit = True
+        body = {"model": MODEL, "max_tokens": 1900, "stream": True} | body
+        with httpx.stream("POST", f"{server.url}/v1/{path}", json=body, timeout=20) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            server.server.should_exit = True
+            *_, last = filter(None, lines)
+        assert last.startswith(f"data: {error}") and "the server has ended" in last
         server.thread.join(5)
         assert not server.thread.is_alive()
         server.wait_until_free()
+    assert [text for text in caplog.messages if "requests" in text] == [
+        "running requests: 1; the server waits up to 0 s for them (drain_seconds), or until Ctrl-C again",
+        "running requests that end now, with an error: 1",
+    ]
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_many_connections_and_clients_that_do_not_read(monkeypatch):

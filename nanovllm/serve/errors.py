@@ -3,6 +3,7 @@
 `/v1/messages` uses Anthropic's format, `{"type": "error", "error": {"type", "message", "details": {"error_code"}}}`.
 """
 
+import asyncio
 import json
 import logging
 import re
@@ -82,6 +83,8 @@ def api_error(error: BaseException, fields: Container[str] | None = None) -> Api
         return ApiError(503, str(error), code="engine_unavailable")
     if isinstance(error, EngineDeadError):
         return ApiError(503, "the engine is not running", code="engine_dead")
+    if isinstance(error, asyncio.CancelledError):  # the time of `drain_seconds` is over, or Ctrl-C came again
+        return ApiError(503, "the server has ended", code="server_ended")
     if isinstance(error, TimeoutError):
         return ApiError(504, "the request took longer than this server allows", code="timeout")
     if isinstance(error, (ValueError, TypeError, FileNotFoundError)) and fields is not None:

@@ -90,6 +90,10 @@ class EventStream(Response):
                 except Exception as error:
                     end = self._answer.error_event(api_error(error))
                 await send({"type": "http.response.body", "body": end})
+        except asyncio.CancelledError as error:
+            if connection.is_writable:  # otherwise, `send` would wait for the client
+                await send({"type": "http.response.body", "body": self._answer.error_event(api_error(error))})
+            raise
         finally:
             self._listen(None)
             self._timer.cancel()

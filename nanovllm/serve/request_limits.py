@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from nanovllm.serve.errors import ApiError
+from nanovllm.serve.errors import ApiError, api_error
 from nanovllm.serve.http_responses import CONNECTION, Endpoint, error_response
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.turns import CLIENT, LoopTurns
@@ -59,8 +59,8 @@ class RequestLimits:
     async def __call__(self, scope, receive, send) -> None:
         try:
             await self._respond(scope, receive, send)
-        except asyncio.CancelledError:  # caused by a second Ctrl-C
-            end = error_response(ApiError(503, "the server has ended"), scope["path"], connection="close")
+        except asyncio.CancelledError as error:
+            end = error_response(api_error(error), scope["path"], connection="close")
             with suppress(RuntimeError):  # the answer has begun
                 await end(scope, receive, send)
             raise

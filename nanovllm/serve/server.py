@@ -56,16 +56,14 @@ class Server(uvicorn.Server):
         await self.llm.start()
         await cast(FastAPI, self.config.app).state.adapters.read()
 
-    def handle_exit(self, sig: int, frame: Any) -> None:
-        super().handle_exit(sig, frame)
-        if self.force_exit:  # otherwise, each request that is cut off would log a traceback
-            logging.getLogger("uvicorn.error").disabled = True
-
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if (number := len(self.server_state.tasks)) and not self.force_exit:
             text = "running requests: %d; the server waits up to %s s for them (drain_seconds), or until Ctrl-C again"
             logger.warning(text, number, self.config.timeout_graceful_shutdown)
+        logging.getLogger("uvicorn.error").disabled = True  # it would log a traceback for each request that is cut off
         await super().shutdown(sockets)
+        if number := len(self.server_state.tasks):
+            logger.warning("running requests that end now, with an error: %d", number)
 
 
 def make_server(llm: EngineClient, settings: ServerSettings, model: str) -> Server:
