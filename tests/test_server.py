@@ -806,6 +806,22 @@ def test_unknown_paths_and_bodies(server):
     assert plain.status_code == 400 and "application/json" in plain.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("root_path", ["", "/some/path"])
+def test_a_path_that_is_almost_right(root_path):
+    """The error names the right path, whatever the body is."""
+    with running(root_path=root_path) as server:
+        for path, meant in [
+            ("/v1/chat/completion", "/v1/chat/completions"),
+            ("/chat/completions", "/v1/chat/completions"),
+            ("/v1/v1/completions", "/v1/completions"),
+            ("/messages", "/v1/messages"),
+        ]:
+            answer = httpx.post(server.url + root_path + path, data={"a": "b"})
+            assert answer.status_code == 404
+            assert answer.json()["error"]["message"] == f"Not Found: did you mean {meant}?"
+        assert httpx.post(server.url + root_path + "/version", data={"a": "b"}).status_code == 405
+
+
 def test_unexpected_errors_say_nothing(server, post, monkeypatch, caplog):
     def broken(*_):
         raise KeyError("/secret/path")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from time import time
 from typing import Any
@@ -10,13 +11,12 @@ from fastapi import FastAPI, Request, Response, exceptions
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Match
 
 from nanovllm import __version__
 from nanovllm.serve import anthropic_api, pooling_api, responses_api
 from nanovllm.serve.engine_client import EngineClient, EngineDeadError
 from nanovllm.serve.errors import ApiError, api_error
-from nanovllm.serve.http_responses import endpoint, error_response, json_response
+from nanovllm.serve.http_responses import endpoint, error_response, has_route, json_response
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.openai_api import Api
 from nanovllm.serve.request_limits import MAX_TEXT_BYTES, RequestLimits
@@ -109,16 +109,12 @@ def add_info_routes(app: FastAPI, api: Api) -> None:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    headers = {"allow": ", ".join(_methods(request))} if getattr(error, "status_code", None) == 405 else {}
-    return error_response(api_error(error), request.scope["path"], **headers)
-
-
-def _methods(request: Request) -> list[str]:
-    """Return the HTTP methods that a path allows. Try each method, because included routers do not list methods."""
-
-    def has(method: str) -> bool:
-        scope = {**request.scope, "method": method}
-        return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
-
-    methods = [method for method in METHODS if has(method)]
-    return [*methods, "HEAD"] if "GET" in methods else methods
+    path, status, headers = request.scope["path"], getattr(error, "status_code", None), {}
+    if status == 405:  # try each method, because included routers do not list methods
+        methods = [method for method in METHODS if has_route(request.scope, method)]
+        headers = {"allow": ", ".join([*methods, "HEAD"] if "GET" in methods else methods)}
+    if status == 404:
+        known = [getattr(route, "path", "") for route in request.app.routes]
+        if meant := get_close_matches(path.removeprefix(request.scope["root_path"]), known, n=1, cutoff=0.75):
+            error = ApiError(404, f"Not Found: did you mean {meant[0]}?")
+    return error_response(api_error(error), path, **headers)

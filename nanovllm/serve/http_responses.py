@@ -11,6 +11,8 @@ from fastapi.routing import APIRoute
 from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
+from starlette.types import Scope
 
 from nanovllm.serve.answers import Answer, dump_json
 from nanovllm.serve.errors import ApiError, api_error, body_error
@@ -33,6 +35,11 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 def error_response(error: ApiError, path: str, **headers: str) -> Response:
     """Make the response for an error, in the format of the API at `path`, with additional `headers`."""
     return json_response(error.body(path), error.status, error.headers | headers)
+
+
+def has_route(scope: Scope, method: str) -> bool:
+    """Return whether the application has a route for the path of a request, with this method."""
+    return any(route.matches({**scope, "method": method})[0] is Match.FULL for route in scope["app"].routes)
 
 
 def endpoint(route: APIRoute, seconds: float) -> Endpoint:

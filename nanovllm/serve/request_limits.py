@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from nanovllm.serve.errors import ApiError, api_error
-from nanovllm.serve.http_responses import CONNECTION, Endpoint, error_response
+from nanovllm.serve.http_responses import CONNECTION, Endpoint, error_response, has_route
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.turns import CLIENT, LoopTurns
 
@@ -66,6 +66,7 @@ class RequestLimits:
             raise
 
     async def _respond(self, scope, receive, send) -> None:
+        scope = scope | {"root_path": self._root_path}  # a proxy may or may not have removed it from the path
         headers, request = dict(scope["headers"]), Request(scope, self._bounded(receive))
         try:
             self._check_host([value for name, value in scope["headers"] if name == b"host"])
@@ -76,7 +77,8 @@ class RequestLimits:
             has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
             content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
             # with some other types, a web page of another origin could send a body without a CORS preflight
-            if scope["method"] == "POST" and has_body and content_type != b"application/json":
+            is_foreign = scope["method"] == "POST" and has_body and content_type != b"application/json"
+            if is_foreign and has_route(scope, "POST"):  # otherwise, the answer is 404 or 405
                 raise ApiError(400, "the content-type of the body must be application/json")
             if scope["method"] == "POST" and not has_body:  # without a body, no preflight is needed either
                 self._check_origin(headers)
@@ -88,7 +90,6 @@ class RequestLimits:
         except ApiError as error:
             # the rest of the body is not read, so the connection can't be used again
             answer = error_response(error, scope["path"], connection="close")
-        scope = scope | {"root_path": self._root_path}  # a proxy may or may not have removed it from the path
         if scope["method"] == "HEAD":
             await _answer_head(answer, scope, receive, send)
         else:
