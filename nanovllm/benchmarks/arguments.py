@@ -27,7 +27,7 @@ prefill: an eighth of --num-seqs requests, with --prefill-len input tokens and o
 online: --num-seqs requests for each --request-rate; by default, 20 seconds of requests (6 seconds on a CPU). The gaps
     between arrivals are exponentially distributed. The lengths are log-normal (sigma 0.9 for inputs, 0.7 for outputs),
     and are scaled down to fit --max-model-len. On a CPU, a short run first measures the highest rate, and the default
-    rates are 30, 60 and 90% of that rate.
+    rates are 30, 60 and 90% of that rate. p99 is left out for fewer than 20 requests.
 conversations: --num-seqs conversations of 3 to 20 turns (2 to 5 on a CPU), which share a system prompt. Each question
     follows the previous answer after a pause, and the prompt is the whole conversation. The lengths have the same
     distributions as in the workload online. A conversation ends early at --max-model-len. The table shows the TTFT by
@@ -108,6 +108,16 @@ from nanovllm.utils.flags import Parser, add_flags, given
 
 OTHERS = "http", "host"  # workloads with separate modules, which do not use `engines/`
 ALONE = *OTHERS, "embed"  # workloads that must be the only one of a run
+LENGTHS, MEDIANS = ("headline", "single", "latency", "batches"), ("online", "conversations")
+USED_BY = {  # the workloads that use a flag
+    "max_input_len": LENGTHS,
+    "max_output_len": LENGTHS,
+    "prefill_len": ("prefill",),
+    "request_rate": ("online",),
+    "median_input_len": MEDIANS,
+    "median_output_len": MEDIANS,
+    "batch_sizes": ("batches",),
+}
 OWN_FLAGS = "model", "seed"  # not the engine settings of the same names: `seed` is the seed of the requests
 
 
@@ -179,6 +189,11 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
         parser.error(f"--compare transformers: --workload {first} compares with vllm only")
     if first != "http" and (args.clients or args.server_flags):
         parser.error(f"--clients and --server-flags: --workload {names} must be http")
+    for name, users in USED_BY.items():
+        if getattr(args, name) and not (args.beams or args.streaming or {*users} & {*args.workload}):
+            flag = f"--{name.replace('_', '-')}"
+            hint = f" (did you mean {flag.replace('max', 'median')}?)" if first in MEDIANS and "max" in name else ""
+            parser.error(f"{flag}: --workload {names} must be one of {', '.join(users)}{hint}")
     if args.compare and first == "host":
         parser.error("--compare: --workload host measures this package alone")
     if missing := [engine for engine in args.compare if importlib.util.find_spec(engine) is None]:

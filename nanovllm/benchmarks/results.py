@@ -60,9 +60,10 @@ def latencies(token_times: list[list[float]]) -> dict[str, list[float]]:
     }
 
 
-def latency_ms(result: Result, kind: str, p: float) -> float:
-    """Return a percentile of one kind of `latencies`, in milliseconds."""
-    return 1000 * percentile(latencies(result.token_times)[kind], p)
+def latency_ms(result: Result, kind: str, p: float, min_values: int = 1) -> float:
+    """Return a percentile of one kind of `latencies`, in milliseconds, or NaN for fewer than `min_values` values."""
+    values = latencies(result.token_times)[kind]
+    return 1000 * percentile(values, p) if len(values) >= min_values else nan
 
 
 def decode_rate(token_times: list[list[float]], num_seqs: int) -> float:

@@ -43,7 +43,8 @@ def online_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, l
     x = "requests per second"
     panels = []
     for kind in ("TTFT", "time per output token", "longest gap", "ITL"):
-        curves = {f"p{p}": (names, partial(latency_ms, kind=kind, p=p)) for p in (50, 90, 99)}
+        statistics = {p: partial(latency_ms, kind=kind, p=p, min_values=20 if p == 99 else 1) for p in (50, 90, 99)}
+        curves = {f"p{p}": (names, statistic) for p, statistic in statistics.items()}
         panels.append(Panel(f"{kind}, ms", x, curves, is_drawn=kind != "ITL"))
     rate = {"": (names, lambda result: result.rate)}
     return workloads, [*panels, Panel("output tokens per second", x, rate, digits=0, is_drawn=False)]
@@ -61,7 +62,8 @@ def rates_of_cpu(args: argparse.Namespace, settings: dict[str, Any], config: Con
     """
     vocab_size, medians, highest = config.model_config.vocab_size, median_lengths(args, config), 0.0
     with progress("the highest rate of requests:"):
-        for num_seqs in (12, 96):  # the second number only if the CPU is quick with the first
+        # no more than a measured run has, and the second number only if the CPU is quick with the first
+        for num_seqs in sorted({min(number, args.num_seqs or number) for number in (12, 96)}):
             requests = online(1e9, num_seqs, medians, config.max_model_len, args.seed, vocab_size)
             workloads = {"rate": [requests[:2], other_ids(requests, vocab_size)]}
             seconds = run_in_process(run_nanovllm, args.model, settings, workloads)["rate"].seconds
