@@ -319,13 +319,21 @@ def test_what_trl_calls():
     assert vllm.get_ip().count(".") == 3
 
 
-def test_compat_without_a_program(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["nanovllm.compat"])
-    with pytest.raises(SystemExit, match="usage: python -m nanovllm.compat"):
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ((), "usage: python -m nanovllm.compat"),
+        (("a_package.that_is_missing",), "there is no module 'a_package.that_is_missing': install the package"),
+        (("missing.py",), "nanovllm.compat: error: there is no file 'missing.py'\n"),
+    ],
+)
+def test_compat_without_a_program(arguments, problem, monkeypatch, capsys):
+    """It is an error before anything is imported, with the status of a wrong command line."""
+    monkeypatch.setattr(sys, "argv", ["nanovllm.compat", *arguments])
+    monkeypatch.setattr("importlib.import_module", lambda name: pytest.fail(name))
+    with pytest.raises(SystemExit) as end:
         runpy.run_module("nanovllm.compat", run_name="__main__")
-    monkeypatch.setattr(sys, "argv", ["nanovllm.compat", "a_package.that_is_missing"])
-    with pytest.raises(SystemExit, match="there is no module 'a_package.that_is_missing': install the package"):
-        runpy.run_module("nanovllm.compat", run_name="__main__")
+    assert end.value.code == 2 and problem in capsys.readouterr().err
 
 
 ROWS = [
