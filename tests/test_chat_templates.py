@@ -463,3 +463,19 @@ def test_no_template_of_its_own(tokenizer):
         found = load_tokenizer(TINY)
         found.chat_template = {"tool_use": "x"}
         render_chat(found, [{"role": "user", "content": "Hi"}], {})
+
+
+def test_roles_are_the_ones_that_http_takes():
+    """Names that the template compares are known, too, and a template of the caller may take any name."""
+    tokenizer = load_tokenizer(TINY)
+    messages = [{"role": "usr", "content": "x"}]
+    for wrong in (messages, [{"role": 5, "content": "x"}]):
+        problem = (
+            f"messages: role {wrong[0]['role']!r}: must be one of assistant, developer, function, system, tool, user"
+        )
+        with pytest.raises(ValueError, match=problem):
+            render_chat(tokenizer, wrong, {})
+    template = "{% for m in messages %}{% if m.role == 'usr' %}{{ m.content }}{% endif %}{% endfor %}"
+    assert render_chat(tokenizer, messages, {"chat_template": template.replace("usr", "other")}) == ""
+    tokenizer.chat_template = template
+    assert render_chat(tokenizer, messages, {}) == "x"

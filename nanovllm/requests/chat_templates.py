@@ -15,6 +15,7 @@ from jinja2 import Environment, TemplateError, nodes
 from nanovllm.reasoning.formats import HARMONY
 from nanovllm.requests.request import Message
 
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})  # a template may name more
 OTHER_ROLES = {"developer": "system", "function": "tool"}  # OpenAI's newer and older names
 REASONING = "reasoning_content", "reasoning", "thinking"  # names of the same entry
 PART_FILTERS = {"map", "select", "selectattr", "reject", "rejectattr"}  # filters that iterate over items
@@ -66,6 +67,13 @@ class TemplateForms(NamedTuple):
         if is_full and (text := entries.pop("content", "")):
             entries |= dict.fromkeys(self.reasoning, f"{reasoning}\n\n{text}")
         return entries
+
+    def check_roles(self, messages: list[Message]) -> None:
+        """Raise ValueError for a role that is neither one of ROLES nor named by the template."""
+        known = sorted(ROLES | self.roles)
+        for message in messages:
+            if message["role"] not in known:
+                raise ValueError(f"messages: role {message['role']!r:.80}: must be one of {', '.join(known)}")
 
     def with_contents(self, messages: list[Message]) -> list[Message]:
         """Add empty content to answers and tool results without content, because some templates require content."""

@@ -134,6 +134,8 @@ def render_chat(tokenizer, messages: list[Message], template_arguments: Mapping)
         forms = forms_of(template)
     except Exception as error:  # the tokenizer has no template, or no template of this name
         raise _template_fails(messages, error) from error
+    if arguments.get("chat_template") is None:  # the caller's own template may take any role
+        forms.check_roles(messages)
     converted = [forms.message(message) for message in messages]
     try:
         return tokenizer.apply_chat_template(converted, **arguments)

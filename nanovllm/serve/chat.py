@@ -6,9 +6,7 @@ from itertools import groupby, islice
 from typing import Any, cast
 
 from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestOutput
-from nanovllm.reasoning.formats import template_text
 from nanovllm.requests import prompts
-from nanovllm.requests.chat_templates import forms_of
 from nanovllm.requests.stream_event import StreamEvent
 from nanovllm.serve.answer_formats import Formats
 from nanovllm.serve.answers import Answer, encoded, logprob_value
@@ -19,7 +17,6 @@ from nanovllm.serve.protocol import ChatBody, ChatFields, Message, NamedToolChoi
 from nanovllm.serve.reasoning_parser import ReasoningParser, make_reasoning_parser
 from nanovllm.serve.tool_parsers import PARSERS, Part, ToolCall, ToolParser, WholeParser, parsed
 
-ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})  # the chat template may name more
 TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "documents", "chat_template")
 
 
@@ -43,10 +40,6 @@ def template_arguments(
     problem = "chat_template: is a program, which this server accepts only with --trust-request-chat-template"
     servers = (None, *template, *template.values()) if isinstance(template, Mapping) else (None, template)
     require(is_trusting or body.chat_template in servers, problem)
-    if others := {message.role for message in body.messages} - ROLES:
-        known = ROLES | forms_of(template_text(template)).roles
-        problem = f"messages: role {min(others)!r:.80}: must be one of {', '.join(sorted(known))}"
-        require(body.chat_template is not None or others <= known, problem)
     if reserved := kwargs.keys() & {"chat_template", "tokenize", "tools", "messages", "conversation", "return_dict"}:
         raise ApiError(400, f"chat_template_kwargs: {min(reserved)!r} is not allowed here", "chat_template_kwargs")
     offers_tools = body.tools and getattr(body, "tool_choice", None) != "none"
