@@ -68,7 +68,7 @@ class Config:
     device: "cpu", "cuda", or one GPU, such as "cuda:1". "auto" is "cuda" if there is a CUDA device, else "cpu".
     attention_backend: "triton", "sdpa" or "flash". "auto" is "triton" on CUDA if Triton is installed, else "sdpa".
     swap_space: GiB of host memory, for all ranks together, to keep cache blocks that the device evicts. A later request
-        that begins with the tokens of these blocks copies the blocks back. See docs/cache.md.
+        that begins with the tokens of these blocks copies the blocks back. See nanovllm/docs/cache.md.
     swap_dir: a folder for these blocks, which a later start of the same model reads again. Needs `swap_space`.
     swap_dir_space: GiB of files in `swap_dir`, for each model.
     enable_prefix_caching: reuse the cache blocks of earlier requests that begin with the same tokens.
@@ -77,29 +77,29 @@ class Config:
     tokenizer: the folder or hub id of the tokenizer; by default the model's tokenizer.
     revision: the branch, tag or commit of a model on the hub; by default the hub's default.
     quantization: "fp8", "int8" or "int4" quantizes the weights of linear layers while they are loaded; by default the
-        weights stay in the checkpoint's format. See docs/quantization.md.
+        weights stay in the checkpoint's format. See nanovllm/docs/quantization.md.
     load_format: "auto" and "safetensors" read the weights. "dummy" makes random weights, and needs no weight files.
     logprobs_mode: the distribution that the `logprobs` of a request describe. "raw_logprobs": the distribution of the
         model's own logits. "temperature_logprobs": the logits are first divided by the request's temperature (by 1 if
         it is 0), as trainers do. "processed_logprobs": the distribution that is sampled from, after penalties,
         temperature and filters.
-    enable_sleep_mode: allow `sleep`, which frees memory until `wake_up` is called; see docs/training.md.
+    enable_sleep_mode: allow `sleep`, which frees memory until `wake_up` is called; see nanovllm/docs/training.md.
     batch_invariant: make the tokens and log-probabilities of a request bitwise identical in any batch; see
-        docs/batch-invariance.md.
+        nanovllm/docs/batch-invariance.md.
     max_logprobs: upper limit for `logprobs` and `prompt_logprobs` of a request, also over HTTP. -1 means the vocabulary
         size.
-    enable_lora: allow requests to use low-rank adapters; see docs/lora.md.
+    enable_lora: allow requests to use low-rank adapters; see nanovllm/docs/lora.md.
     max_loras: the number of adapters that are on the device at the same time.
     max_lora_rank: upper limit for the rank of adapters. Memory is allocated for adapters of this rank.
-    speculative_config: how tokens are drafted, as JSON with the keys that docs/speculation.md lists; by default no
-        tokens are drafted. In Python, the value can also be a dict.
+    speculative_config: how tokens are drafted, as JSON with the keys that nanovllm/docs/speculation.md lists; by
+        default no tokens are drafted. In Python, the value can also be a dict.
     task: "generate", "embed" (texts to vectors), "score" (the relevance of documents) or "classify"; by default the
-        task for which the checkpoint was made. See docs/embeddings.md.
+        task for which the checkpoint was made. See nanovllm/docs/embeddings.md.
     language_model_only: load no vision tower, and take no images.
     limit_mm_per_prompt: the maximum number of images in a prompt, as JSON: `{"image": 4}`; by default 999.
     mm_processor_kwargs: the size to which images are scaled, as JSON with the keys `min_pixels` and `max_pixels`.
     allowed_local_media_path: conversations may refer to image files in this folder; by default, to no files. See
-        docs/images.md.
+        nanovllm/docs/images.md.
     allowed_media_domains: the hosts from which images in conversations may be downloaded; by default none.
 
     Raises a ValueError or TypeError that states the value and the bound, or FileNotFoundError if the model does not

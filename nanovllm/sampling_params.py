@@ -27,9 +27,9 @@ class SamplingParams:
         all tokens.
     top_p: sample only from the smallest set of most likely tokens whose total probability is at least this value.
     min_p: sample only from tokens whose probability is at least this fraction of the most likely token's probability.
-    seed: the seed of the sampling noise. The noise does not depend on the batch; docs/sampling.md explains how results
-        may still depend on it. By default, or with -1, the seed is derived from the engine's seed, or random if the
-        engine has no seed.
+    seed: the seed of the sampling noise. The noise does not depend on the batch; nanovllm/docs/sampling.md explains how
+        results may still depend on it. By default, or with -1, the seed is derived from the engine's seed, or random if
+        the engine has no seed.
     n: the number of answers. The prompt is computed only once.
     min_tokens: until the answer has this many tokens, nothing but `max_tokens` can end the answer.
     stop: strings that end the answer. The text is cut in front of the string.
@@ -47,9 +47,11 @@ class SamplingParams:
     logit_bias: a dict that maps up to 300 token ids to numbers from -100 to 100, which are added to the logits of these
         tokens.
     structured_outputs: the required form of the answer: a dict with one key, "json" (a JSON schema, as a dict or text),
-        "json_object" (True), "regex", "choice" (a list of strings) or "grammar". See docs/structured-outputs.md.
+        "json_object" (True), "regex", "choice" (a list of strings) or "grammar". See
+        nanovllm/docs/structured-outputs.md.
     reasoning_parser: the format in which the model marks its reasoning: "qwen3", "deepseek_r1", "mistral" or another
-        name in docs/reasoning.md. `structured_outputs` and `stop` then apply only to the answer after the reasoning.
+        name in nanovllm/docs/reasoning.md. `structured_outputs` and `stop` then apply only to the answer after the
+        reasoning.
     thinking_token_budget: maximum number of reasoning tokens, after which the engine forces the end marker. None or
         -1 means no limit. A budget needs `reasoning_parser`.
     logprobs: return log-probabilities of each generated token, and of this many most likely tokens at each position; -1

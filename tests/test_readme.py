@@ -291,6 +291,13 @@ def test_files_and_classes_that_are_named_exist(document):
     assert names - WORDS == set()
 
 
+def test_pages_that_messages_and_helps_name_exist():
+    """By the path in a clone, from where the commands run."""
+    texts = "".join(file.read_text() for file in (ROOT / "nanovllm").rglob("*.py"))
+    pages = {*re.findall(r"[\w./]*docs/[\w-]+\.md", texts)}
+    assert len(pages) > 8 and [page for page in pages if not (ROOT / page).is_file()] == []
+
+
 def test_readme_shows_the_step_as_it_is():
     assert (
         textwrap.dedent(inspect.getsource(Engine.step)).strip()

@@ -1,1 +1,4 @@
-"""Embeddings, relevance scores and classes of texts: steps compute vectors, not tokens. See docs/embeddings.md."""
+"""Embeddings, relevance scores and classes of texts: steps compute vectors, not tokens.
+
+See nanovllm/docs/embeddings.md.
+"""

@@ -1,6 +1,6 @@
 """Defines the formats of 8-bit and 4-bit weights, and of an 8-bit cache (`fp8_cache.py`).
 
-See docs/quantization.md.
+See nanovllm/docs/quantization.md.
 
 Each module in `formats/` defines one format. The format's name is the module's name with dashes instead of underscores.
 The module has one or both of these functions:

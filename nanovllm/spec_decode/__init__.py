@@ -1,1 +1,4 @@
-"""Generates several tokens per step by speculative decoding, which never changes the text. See docs/speculation.md."""
+"""Generates several tokens per step by speculative decoding, which never changes the text.
+
+See nanovllm/docs/speculation.md.
+"""

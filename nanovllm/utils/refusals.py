@@ -33,6 +33,7 @@ def bad_tensors(folder: Path, names: Iterable[str], problem: str, limit: int = 5
 def no_config(model: str, folder: Path) -> FileNotFoundError:
     """Make the error for a model's folder without config.json."""
     if (folder / "adapter_config.json").is_file():
-        advice = "load its base model with enable_lora=True, and pass the adapter as lora_request (see docs/lora.md)"
-        return FileNotFoundError(f"model={model!r}: the folder holds a LoRA adapter; {advice}")
+        advice = "load its base model with enable_lora=True, and pass the adapter as lora_request"
+        problem = f"the folder holds a LoRA adapter; {advice} (see nanovllm/docs/lora.md)"
+        return FileNotFoundError(f"model={model!r}: {problem}")
     return FileNotFoundError(f"model={model!r}: the folder holds no config.json")
