@@ -103,6 +103,7 @@ SETTINGS = [
         *((name, [2**16 + 16], "at most 65536") for name in ("max_num_seqs", "kvcache_block_size")),
         ("max_num_batched_tokens", [2**20 + 1], "at most 1048576"),
         ("dtype", ["float64"], "'bfloat16'"),
+        ("dtype", ["bf16"], "(did you mean 'bfloat16'?)"),
         ("dtype", [torch.int8], "dtype='int8'", "'bfloat16'"),
         ("dtype", [None], "dtype='None'", "'bfloat16'"),
         ("device", ["tpu", ""], "'cpu', 'cuda'"),

@@ -104,6 +104,7 @@ from nanovllm.benchmarks.shapes import SHAPES
 from nanovllm.benchmarks.sweeps import STEPPED, SWEEPS
 from nanovllm.benchmarks.throughput import WORKLOADS
 from nanovllm.config import Config
+from nanovllm.utils.checks import hint
 from nanovllm.utils.flags import Parser, add_flags, given
 
 OTHERS = "http", "host"  # workloads with separate modules, which do not use `engines/`
@@ -192,8 +193,8 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
     for name, users in USED_BY.items():
         if getattr(args, name) and not (args.beams or args.streaming or {*users} & {*args.workload}):
             flag = f"--{name.replace('_', '-')}"
-            hint = f" (did you mean {flag.replace('max', 'median')}?)" if first in MEDIANS and "max" in name else ""
-            parser.error(f"{flag}: --workload {names} must be one of {', '.join(users)}{hint}")
+            meant = f" (did you mean {flag.replace('max', 'median')}?)" if first in MEDIANS and "max" in name else ""
+            parser.error(f"{flag}: --workload {names} must be one of {', '.join(users)}{meant}")
     if args.compare and first == "host":
         parser.error("--compare: --workload host measures this package alone")
     if missing := [engine for engine in args.compare if importlib.util.find_spec(engine) is None]:
@@ -229,7 +230,8 @@ def workload_names(text: str) -> list[str]:
     for name in names:
         if name not in (*WORKLOADS, *SWEEPS, *ALONE):
             choices = ", ".join(["all", *WORKLOADS, *SWEEPS, *ALONE])
-            raise ArgumentTypeError(f"{name!r}: must be one of {choices}, or several with commas between")
+            meant = hint(name, choices.split(", "))
+            raise ArgumentTypeError(f"{name!r}{meant}: must be one of {choices}, or several with commas between")
         if name in ALONE and len(names) > 1:
             raise ArgumentTypeError(f"{name!r}: must be the only workload of a run")
     if 0 < len(names.keys() & STEPPED) < len(names):

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -170,7 +171,9 @@ class Api:
     def model_name(self, name: str | None) -> str:
         """Return the model name for an answer. Raises ApiError for a model that is not served here."""
         if name is not None and name not in self.model_names and name not in self.adapters.by_name:
-            raise ApiError(404, f"model {name!r:.80} is not served here", "model", "model_not_found")
+            served = ", ".join(map(repr, islice((*self.model_names, *self.adapters.by_name), 8)))
+            problem = f"model {name!r:.80} is not served here, but {served}"
+            raise ApiError(404, problem, "model", "model_not_found")
         return self.model_names[0] if name is None else name
 
     # -- tokens --------------------------------------------------------------------------------------------------------

@@ -52,9 +52,13 @@ def checks_names(cls: C) -> C:
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> TypeError:
     """Return the error for a name that is not in `known`."""
-    close = get_close_matches(name, known, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
-    return TypeError(f"unknown {kind} {name!r}{hint}: must be one of {', '.join(known)}")
+    return TypeError(f"unknown {kind} {name!r}{hint(name, known)}: must be one of {', '.join(known)}")
+
+
+def hint(name: Any, known: Iterable) -> str:
+    """Return " (did you mean ...?)" with the known name that is most similar to `name`, or "" if none is similar."""
+    close = get_close_matches(str(name), [x for x in known if isinstance(x, str)], n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
@@ -100,7 +104,8 @@ def check_unicode(name: str, text: str) -> None:
 
 def check_choice(name: str, value: Any, choices: Iterable) -> Any:
     if value not in choices:
-        raise ValueError(f"{name}={value!r:.80}: must be one of {', '.join(map(repr, choices))}")
+        known = ", ".join(map(repr, choices))
+        raise ValueError(f"{name}={value!r:.80}{hint(value, choices)}: must be one of {known}")
     return value
 
 

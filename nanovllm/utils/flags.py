@@ -10,6 +10,8 @@ from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from typing import Any, NoReturn, Union, get_args, get_origin
 
+from nanovllm.utils.checks import hint
+
 # for flags whose last word does not name the value
 METAVARS = {"stop": "TEXT", "uds": "PATH", "speculative_config": "JSON"}
 METAVARS |= {"limit_mm_per_prompt": "JSON", "mm_processor_kwargs": "JSON", "allowed_media_domains": "HOST"}
@@ -25,13 +27,23 @@ class Parser(argparse.ArgumentParser):
         """Let a subcommand's parser reject unknown arguments, so that the error points to the subcommand's help."""
         parsed, unknown = super().parse_known_args(*arguments, **options)
         if unknown:
-            typed, flags = unknown[0].partition("=")[0], [*self._option_string_actions]
-            meant = [flag for flag in flags if flag.startswith(typed)][:3] or get_close_matches(typed, flags, n=1)
-            hint = f" (did you mean {' or '.join(meant)}?)" if meant else ""
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._hint(unknown)}")
         return parsed, unknown
 
+    def _hint(self, unknown: list[str]) -> str:
+        typed, flags = unknown[0].partition("=")[0], [*self._option_string_actions]
+        without_flag = {f"--{action.dest}" for action in self._actions if not action.option_strings}
+        if typed in without_flag:
+            return f" ({typed[2:].upper()} is given without a flag)"
+        if "--prompt" in without_flag and not typed.startswith("-"):
+            return " (a PROMPT of several words needs quotes)"
+        meant = [x for x in flags if x.startswith(typed)][:3] or get_close_matches(typed, flags, n=1, cutoff=0.75)
+        return f" (did you mean {' or '.join(meant)}?)" if meant else ""
+
     def error(self, message: str) -> NoReturn:
+        if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            known = re.findall(r"[^ ,']+", choice[2])  # Python 3.12 and later write them without quotes
+            message = message.replace(" (choose", f"{hint(choice[1], known)} (choose")
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 

@@ -13,7 +13,9 @@ from typing import Any
 from nanovllm.requests.request import Message
 from nanovllm.serve.terminal.lines import LineReader, write
 from nanovllm.serve.terminal.sources import Piece, Source
+from nanovllm.utils.checks import hint
 
+MIN_SECONDS = 0.01  # if all tokens arrive within this time, in one piece for example, their rate says nothing
 COMMANDS = {
     "/help": "list the commands",
     "/clear": "forget the conversation, but keep the system prompt",
@@ -70,7 +72,7 @@ class Conversation:
                 self._note("\nCtrl-C again ends the chat.")
             except (ValueError, TypeError, OSError, RuntimeError) as error:
                 num_errors += 1
-                self._note(f"Error: {error}")
+                self._note(f"Error: {_problem(error)}")
 
     def _note(self, text: str) -> None:
         write(text + "\n", sys.stderr, is_dim=True)
@@ -118,7 +120,9 @@ class Conversation:
         for setting in shlex.split(argument):
             name, separator, value = setting.partition("=")
             if name not in self.names or not separator:
-                raise ValueError(f"{setting}: must be NAME=VALUE, where NAME is one of {', '.join(self.names)}")
+                meant = "" if name in self.names else hint(name, self.names)
+                known = ", ".join(self.names)
+                raise ValueError(f"{setting}{meant}: must be NAME=VALUE, where NAME is one of {known}")
             if value:
                 params[name] = _value(value)
             else:
@@ -183,13 +187,18 @@ class Answer:
     def summary(self) -> str:
         """Return the number of tokens, their rate, and the finish reason as text."""
         parts = [f"{self.num_tokens} tokens" if self.num_tokens > 1 else "1 token"]
-        if self.num_tokens > 1 and self._last > self._first:
+        if self.num_tokens > 1 and self._last - self._first > MIN_SECONDS:
             parts.append(f"{(self.num_tokens - 1) / (self._last - self._first):.1f} tokens/s")
         parts.append(f"first token after {self._first - self._start:.2f} s")
         if not self.text.strip():
             parts.append("no text")
         parts.append(f"finish reason: {self.finish_reason or 'error'}")
         return f"[{', '.join(parts)}]"
+
+
+def _problem(error: Exception) -> str:
+    """Return the message of an error. An error about a file names the file, and has no number."""
+    return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
 
 
 def _image_part(file: Path) -> dict[str, Any]:
