@@ -3,6 +3,7 @@
 import gc
 import json
 import shutil
+import sys
 import time
 import weakref
 
@@ -130,7 +131,12 @@ def test_nothing_to_do(llm):
     assert (output.finished, output.new_tokens, output.num_prefill_tokens, output.num_decode_tokens) == ([], [], 0, 0)
 
 
-def test_progress_bar(llm, capsys):
+def test_progress_bar(llm, monkeypatch, capsys):
+    """It is for terminals, because a file would keep all its states. A call without prompts has nothing to show."""
+    llm.generate(QUESTIONS[:2], GREEDY)
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert llm.generate([], GREEDY) == [] and not capsys.readouterr().err
     llm.generate(QUESTIONS[:2], GREEDY)
     assert "2/2" in (shown := capsys.readouterr().err) and "tok/s" in shown
     llm.generate(QUESTIONS[:2], GREEDY, use_tqdm=False)

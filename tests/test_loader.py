@@ -219,6 +219,7 @@ def test_progress_bar(checkpoint, make_llm, tensors, monkeypatch, capsys):
     make_llm(folder)
     assert "Loading weights" not in capsys.readouterr().err
     monkeypatch.setattr("nanovllm.utils.loader.BAR_DELAY", 0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     make_llm(folder)
     assert "Loading weights:   0%|" in (shown := capsys.readouterr().err) and "/2 [" in shown
 

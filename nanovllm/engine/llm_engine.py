@@ -94,7 +94,7 @@ class LLMEngine:
         `lora_request` is one adapter for all prompts, or a list with an adapter or None per prompt.
 
         If a prompt is invalid, `generate` raises ValueError or TypeError, as `add_request` does, and queues no prompt.
-        Ctrl-C drops the requests of this call.
+        Ctrl-C drops the requests of this call. `use_tqdm` shows a progress bar on a terminal or in a notebook.
         """
         requests = self.input_processor.requests(prompts, sampling_params, OutputKind.FINAL_ONLY, None, priority)
         return self._run(self.input_processor.with_adapters(requests, lora_request), use_tqdm)

@@ -1,5 +1,6 @@
 """Progress bars."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
@@ -13,9 +14,10 @@ T = TypeVar("T")
 
 
 @contextmanager
-def progress_bar(total: int, **options) -> Iterator[Callable[..., None]]:
+def progress_bar(total: int, disable: bool = False, **options) -> Iterator[Callable[..., None]]:
     """Show a tqdm bar, and yield a function `advance(n, **num_tokens)` to call when n more items are done.
 
+    A bar is shown only on a terminal or in a notebook, because a file would keep all states of the bar.
     `num_tokens` counts tokens since the previous call, by kind. The bar shows the rate of each kind. Ctrl-C is delayed
     while tqdm runs, because an interrupt could leave the process-wide lock of all bars locked.
     """
@@ -32,8 +34,9 @@ def progress_bar(total: int, **options) -> Iterator[Callable[..., None]]:
             bar.set_postfix(rates, refresh=False)
             bar.update(n)
 
+    is_seen = "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())
     with interrupts_held():
-        bar = tqdm(total=total, **options)
+        bar = tqdm(total=total, disable=disable or not (total and is_seen), **options)
     try:
         yield advance
     finally:

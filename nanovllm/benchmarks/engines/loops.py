@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from time import perf_counter, sleep
+from typing import Any
 
 from nanovllm.benchmarks.processes import progress, report
 from nanovllm.benchmarks.requests import Request, Workloads, number_of
@@ -11,7 +12,7 @@ from nanovllm.utils.progress import progress_bar, with_bar
 
 Run = Callable[[list[Request]], Result]
 Summary = Callable[[list[Result]], Result]
-BAR = dict(leave=False, disable=None, dynamic_ncols=True)  # None: no bar unless stderr is a terminal
+BAR: dict[str, Any] = dict(leave=False, dynamic_ncols=True)
 
 
 def measure(engine: str, run: Run, workloads: Workloads, summary: Summary) -> dict[str, Result]:
