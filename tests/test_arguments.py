@@ -440,8 +440,8 @@ CALLS = [
             ValueError,
             ({"prompt": ""}, "empty"),
             ({"prompt": []}, "decoder prompt cannot be empty"),
-            ({"prompt": [1] * 256}, "has 256 tokens", "max_model_len=256"),
-            ({"prompt": "cat " * 400}, "max_model_len=256"),
+            ({"prompt": [1] * 256}, "has 256 tokens", "maximum context length is 256 tokens"),
+            ({"prompt": "cat " * 400}, "maximum context length is 256 tokens"),
             ({"prompt": [1, -1]}, f"id -1 {OUT}", "2047"),
             ({"prompt": [1, 2048, 1]}, f"id 2048 {OUT}", "2047"),
             ({"prompt": [10**30]}, OUT),
@@ -542,7 +542,7 @@ NO_CALL = [{"type": "function", "function": {"name": "f", "parameters": NO_NUMBE
 IMAGE = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/x.png"}}
 IMAGE_URL = {"type": "image_url", "image_url": {"url": "x"}}
 FUNCTION = TOOL["function"] | {"type": "function"}  # of the Responses API
-TOO_LONG = "max_model_len=2048: this model's maximum context length is"
+TOO_LONG = "max_model_len (this model's maximum context length is"
 
 
 REALS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")

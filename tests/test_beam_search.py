@@ -133,7 +133,7 @@ def test_bounds(make_llm, prompts):
     (result,) = llm.beam_search([7] * 28, BeamSearchParams(2, 100))
     assert max(len(output["token_ids"]) for output in result["outputs"]) <= 4
     assert llm.beam_search([], BeamSearchParams(2, 4)) == []
-    with pytest.raises(ValueError, match="max_model_len=32"):
+    with pytest.raises(ValueError, match="maximum context length is 32 tokens"):
         llm.beam_search([[7] * 32], BeamSearchParams(2, 4))
     assert llm.is_finished()
 

@@ -418,4 +418,4 @@ def test_errors_of_a_server():
 def test_wrong_arguments(arguments, message, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["chat", *arguments])
-    assert end.value.code == 2 and f"nanovllm chat: {message}" in capsys.readouterr().err
+    assert end.value.code == 2 and f"nanovllm chat: error: {message}" in capsys.readouterr().err

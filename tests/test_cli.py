@@ -264,9 +264,12 @@ def test_generate(capsys):
             ["bench", "--num-s=3"],
             "nanovllm bench: error: unrecognized arguments: --num-s=3 (did you mean --num-seqs?); see ",
         ),
-        (["chat"], "nanovllm chat: needs a MODEL, or the --url of a server"),
-        (["generate", "tiny-qwen3", "p", "--max-tokens=0"], "nanovllm generate: max_tokens=0: must be at least 1"),
-        (["chat", "../nothing"], "nanovllm chat: model='../nothing': no such folder"),
+        (["chat"], "nanovllm chat: error: needs a MODEL, or the --url of a server"),
+        (
+            ["generate", "tiny-qwen3", "p", "--max-tokens=0"],
+            "nanovllm generate: error: max_tokens=0: must be at least 1",
+        ),
+        (["chat", "../nothing"], "nanovllm chat: error: model='../nothing': no such folder"),
         (["--vers"], "nanovllm: error: "),
         (["genrate", "m", "p"], "invalid choice: 'genrate' (did you mean 'generate'?)"),
         (
@@ -277,7 +280,10 @@ def test_generate(capsys):
         (["generate", "m", "What", "is", "1 + 1"], "is 1 + 1 (a PROMPT of several words needs quotes); see nanovllm g"),
         (["bench", "bathces"], "'bathces' (did you mean 'batches'?): must be one of"),
         (["generate", "tiny-qwen", "p"], "model='tiny-qwen': no such folder; did you mean 'tiny-qwen3'?"),
-        (["chat", "tiny_qwen3"], "nanovllm chat: model='tiny_qwen3': no such folder; did you mean 'tiny-qwen3'?"),
+        (
+            ["chat", "tiny_qwen3"],
+            "nanovllm chat: error: model='tiny_qwen3': no such folder; did you mean 'tiny-qwen3'?",
+        ),
     ],
 )
 def test_what_is_wrong_takes_one_line(arguments, error, capsys):

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import socket
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

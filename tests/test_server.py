@@ -969,7 +969,7 @@ def test_prompts_that_cannot_fit_are_not_tokenized(server, post, monkeypatch, pa
     answer = post(path, body("a" * 90_000))  # tokens have at most 16 bytes
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["code"] == "context_length_exceeded", error
-    assert "has at least 56" in error["message"] and "max_model_len=2048" in error["message"]
+    assert "has at least 56" in error["message"] and "maximum context length is 2048 tokens" in error["message"]
     assert not [text for text in tokenized if len(text) > 1]
     server.wait_until_free()
 

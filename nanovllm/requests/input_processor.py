@@ -36,7 +36,7 @@ class InputProcessor:
     def __init__(self, config: Config, tokenizer, first_request_id: int = 0):
         assert config.max_model_len is not None, "it is resolved on construction"
         self.config, self.tokenizer, self.max_model_len = config, tokenizer, (n := config.max_model_len)
-        self.length_bound = f"max_model_len={n}: this model's maximum context length is {n} tokens"
+        self.length_bound = f"max_model_len (this model's maximum context length is {n} tokens)"
         self.policy: SchedulingPolicy = FCFS()
         if config.scheduling_policy != "fcfs":
             self.policy = make_policy(config.scheduling_policy)

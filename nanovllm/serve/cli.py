@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         try:
             sys.exit(options.run(options))
         except (ValueError, TypeError, OSError, ImportError) as error:
-            print(f"nanovllm {options.command}: {error}", file=sys.stderr)
+            print(f"nanovllm {options.command}: error: {error}", file=sys.stderr)
             sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -105,7 +105,7 @@ def check_unicode(name: str, text: str) -> None:
 def check_choice(name: str, value: Any, choices: Iterable) -> Any:
     if value not in choices:
         known = ", ".join(map(repr, choices))
-        raise ValueError(f"{name}={value!r:.80}{hint(value, choices)}: must be one of {known}")
+        raise ValueError(f"{name}={value!r:.80}: must be one of {known}{hint(value, choices)}")
     return value
 
 
