@@ -375,6 +375,8 @@ class TieredWindows(TieredBlockManager, WindowBlockManager):
         super().fork(seq, other)
 
     def deallocate(self, seq: Sequence) -> None:
+        num_full = min(seq.num_computed_tokens, len(seq.token_ids)) // self.block_size
+        self._free_before(seq, num_full * self.block_size)
         super().deallocate(seq)
         del self._ends[seq]
 
