@@ -1,11 +1,14 @@
 """The second tier of the prefix cache: blocks that leave the device come back, and nothing else changes."""
 
 import ctypes
+import os
 import random
 import re
+import shutil
 from collections import Counter
 from contextlib import nullcontext
 from itertools import islice
+from time import sleep
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import patch
@@ -15,6 +18,7 @@ import pytest
 import test_models
 import torch
 from common import TWO_GPUS
+from safetensors.torch import load_file, save_file
 from simulation import (
     SETTINGS,
     SimulatedEngine,
@@ -29,6 +33,7 @@ from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.cache.block_copies import block_parts
 from nanovllm.engine.scheduling_policy import MAX_STEPS_WITHOUT_ADMISSION
 from nanovllm.tiers import host_blocks, tiered_blocks
+from nanovllm.tiers.block_files import BlockFiles
 from nanovllm.tiers.connector import Connector
 from nanovllm.tiers.host_blocks import HostBlocks, PinnedBlocks, row_bytes
 from nanovllm.tiers.host_tier import HostTier
@@ -839,3 +844,150 @@ def test_embeddings(make_llm, make_tiered, requests):
     plain, tiered = make_llm(task="embed"), make_tiered(num_rows=500, task="embed")
     expected, found = ([x.embedding for x in llm.embed(prompts, use_tqdm=False)] for llm in (plain, tiered))
     assert np.allclose(expected, found, atol=1e-5) and tiered.stats()["tiers"]["loaded_blocks"] > 0
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def rows_of_file(i: int) -> list[np.ndarray]:
+    return [np.random.default_rng(i).integers(256, size=64, dtype=np.uint8) for _ in range(2)]
+
+
+def test_files_of_blocks(tmp_path):
+    """Blocks come back as they were. The least recently used files are deleted, also by a later engine."""
+    files, found = BlockFiles(tmp_path, max_bytes=1000), [np.zeros(64, np.uint8) for _ in range(2)]
+    for i in range(3):
+        files.add(~i, files.write(~i, [i, 7, 2**31 - 1], rows_of_file(i)))
+    files.touch(-1)
+    files.read(~1, [1, 7, 2**31 - 1], found)
+    np.testing.assert_array_equal(found, rows_of_file(1))
+    (tmp_path / "left over.tmp").write_bytes(b"torn")
+    os.utime(tmp_path / "left over.tmp", (0, 0))
+    size = files.write(5, [1], rows_of_file(5))
+    later = BlockFiles(tmp_path, max_bytes=3 * size + 16)  # too little for the four files
+    assert [i in later for i in (-1, -2, -3, 5)] == [True, False, True, True]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["-1.block", "-3.block", "5.block"]
+    with pytest.raises(OSError, match=r"-2\.block"):
+        files.read(~1, [1, 7, 2**31 - 1], found)  # the other engine has deleted this file
+
+
+def test_damaged_files(tmp_path):
+    """A file that is cut, longer, changed in any byte, or of other token ids is never read as right."""
+    files, found, ids = BlockFiles(tmp_path, 10**6), [np.zeros(64, np.uint8) for _ in range(2)], [3, 1, 4]
+    files.write(1, ids, rows_of_file(1))
+    path = tmp_path / "1.block"
+    whole = path.read_bytes()
+    damaged = [whole[:length] for length in range(len(whole))] + [whole + b"\0"]
+    damaged += [bytes([*whole[:i], whole[i] ^ 1, *whole[i + 1 :]]) for i in range(len(whole))]
+    for content in damaged:
+        path.write_bytes(content)
+        with pytest.raises(OSError, match=r"1\.block: (is|stores)"):
+            files.read(1, ids, found)
+    path.write_bytes(whole)
+    with pytest.raises(OSError, match="other token ids"):
+        files.read(1, [3, 1, 5], found)
+    files.read(1, ids, found)
+
+
+@pytest.fixture
+def restarted(monkeypatch, tmp_path):
+    """Return a function that starts an engine with `swap_dir`, lets it answer requests, and ends it."""
+    monkeypatch.setattr(host_blocks, "HostBlocks", HostBlocks)
+    monkeypatch.setattr(tiered_blocks, "IDLE_SECONDS", 0.001)
+
+    def run(model, requests, num_rows=60, **settings):
+        settings = SMALL | dict(swap_dir=str(tmp_path / "swap"), swap_space=gib(num_rows, model)) | settings
+        with LLM(model, dtype="float32", device="cpu", **settings) as llm:
+            found = answers(llm, requests)
+            return found, llm.stats()["tiers"]
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["few blocks", "chunks", "drafts"])
+def test_blocks_survive_a_restart(restarted, small_model, requests, expected, name):
+    """Also if host memory is so small that most blocks are only in files, and that some prefixes can't be loaded."""
+    for part in (slice(9), slice(17)):
+        tokens, tiers = restarted(small_model, requests[part], **SETTINGS_OF_ENGINES[name])
+        assert tokens == expected[part]
+    assert tiers["disk_blocks"] > 10 and (tiers["lost_copies"] == 0 or name == "few blocks")
+
+
+def test_states_and_windows_survive_a_restart(restarted, other):
+    for _ in range(2):
+        tokens, tiers = restarted(other.folder, other.requests[:9], num_rows=3000)
+        assert tokens == other.expected[:9]
+    assert tiers["disk_blocks"] > 10 and tiers["lost_copies"] == 0
+
+
+def test_bad_and_slow_files(restarted, small_model, requests, expected, monkeypatch, tmp_path, caplog):
+    """What can't be read is computed, and what can't be written is lost, with one warning."""
+    restarted(small_model, requests[:9])
+    files = sorted((tmp_path / "swap").rglob("*.block"))
+    for i, file in enumerate(files):
+        if i % 3 == 0:
+            file.write_bytes(file.read_bytes()[:-1])
+        elif i % 3 == 1:
+            file.unlink()
+    read, write = BlockFiles.read, BlockFiles.write
+
+    def slow_read(self, *arguments):
+        sleep(random.Random(arguments[0]).random() / 50)
+        read(self, *arguments)
+
+    def failing_write(self, block_hash, *arguments):
+        if block_hash % 2:
+            raise OSError(28, "No space left on device")
+        return write(self, block_hash, *arguments)
+
+    monkeypatch.setattr(BlockFiles, "read", slow_read)
+    monkeypatch.setattr(BlockFiles, "write", failing_write)
+    tokens, tiers = restarted(small_model, requests[:17], num_rows=20)
+    assert tokens == expected[:17] and tiers["disk_blocks"] > 0 and tiers["lost_copies"] > 1
+    assert sum("could not be" in record.message for record in caplog.records if record.levelname == "WARNING") == 1
+    assert not [*(tmp_path / "swap").rglob("*.tmp")]
+
+
+def test_files_are_bounded(restarted, small_model, requests, tmp_path):
+    restarted(small_model, requests[:17], swap_dir_space=gib(7, small_model))
+    files = [*(tmp_path / "swap").rglob("*.block")]
+    assert 3 <= len(files) <= 7
+
+
+def test_files_of_other_weights_are_not_used(small_model, requests, expected, tmp_path, monkeypatch):
+    """Neither after new weights in the same engine, nor with other files or another layout."""
+    monkeypatch.setattr(host_blocks, "HostBlocks", HostBlocks)
+    model = shutil.copytree(small_model, tmp_path / "model")
+    settings = SMALL | dict(dtype="float32", device="cpu", swap_dir=str(tmp_path / "swap"), swap_space=0.01)
+    weights = load_file(model / "model.safetensors")
+    changed = {name: 0.9 * weight for name, weight in weights.items()}
+
+    def run(**more) -> tuple[list, int]:
+        with LLM(str(model), **settings | more) as llm:
+            return answers(llm, requests[:9]), llm.stats()["tiers"]["disk_blocks"]
+
+    assert run() == (expected[:9], 0) and run()[1] > 0
+    with LLM(str(model), **settings) as llm:
+        llm.load_weights(changed.items())
+        others = answers(llm, requests[:9])
+        assert others != expected[:9] and llm.stats()["tiers"]["disk_blocks"] == 0
+    tokens, num_read = run()
+    assert tokens == expected[:9] and num_read > 0
+    assert run(kvcache_block_size=32)[1] == 0
+    save_file(changed, model / "model.safetensors")
+    assert run() == (others, 0)
+
+
+def test_refused_folders(make_llm, tmp_path):
+    (tmp_path / "file").touch()
+    for settings, message in {
+        (("swap_dir", ""), ("swap_space", 1)): "must be the path of a folder",
+        (("swap_dir", str(tmp_path / "file")), ("swap_space", 1)): "is not a folder",
+        (("swap_dir", str(tmp_path / "file" / "inside")), ("swap_space", 0.01)): "can't be used",
+        (("swap_dir", str(tmp_path)),): "needs swap_space",
+        (("swap_dir", str(tmp_path)), ("swap_space", 1), ("tensor_parallel_size", 2)): "tensor_parallel_size=2",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            make_llm(**dict(settings))
+    with pytest.raises(TypeError, match="swap_dir=3: must be a string"):
+        make_llm(swap_dir=3, swap_space=1)

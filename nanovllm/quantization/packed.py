@@ -1,8 +1,8 @@
 """Stores, loads and dequantizes 4-bit weights of any checkpoint format.
 
 A weight [N, K] consists of 4-bit codes for values. A value is an integer ("int4"), or a floating-point number with two
-exponent bits and one mantissa bit ("e2m1", OCP Microscaling Formats 1.0). A group of adjacent inputs of an output
-shares a scale and, in some formats, a zero point. The weight is (value - zero) * scale.
+exponent bits and one mantissa bit ("e2m1", OCP Microscaling Formats 1.0). Each group of adjacent values in a row of the
+weight shares a scale and, in some formats, a zero point. The weight is (value - zero) * scale.
 """
 
 from collections.abc import Callable
@@ -72,7 +72,7 @@ class PackedScheme:
 
 
 def nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Unpack the codes in the last dimension of integers to uint8, low bits first."""
+    """Unpack integers to uint8 codes along the last dimension, low bits first."""
     if packed.is_floating_point():
         raise ValueError(f"the checkpoint has dtype {str(packed.dtype)[6:]}, packed 4-bit values must be integers")
     values = packed.reshape(-1).view(torch.uint8)

@@ -71,7 +71,7 @@ class QuantConfig:
         return name.removesuffix("_inv") if has_one_scale and name.endswith(".weight_scale_inv") else name
 
     def scheme_of(self, module: str) -> Scheme | None:
-        """Return the scheme of the module with this name in the checkpoint, or None if it is not quantized."""
+        """Return the scheme of the module with this name in the checkpoint, or None if the module is not quantized."""
         names = nested_names(module)
         if any(_matches(pattern, name) for pattern in self.ignore for name in names):
             return None

@@ -33,7 +33,7 @@ def best_scaled_split_k(
 ) -> int:
     """Return the best `split_k` for `scaled_linear`, at most `max_split_k`.
 
-    `max_rows` is None unless rows are quantized. With more than `max_rows` rows, only the kernel for quantized rows can
+    `max_rows` is None unless rows are quantized. For more than `max_rows` rows, only the kernel for quantized rows can
     split K.
     """
     return 1

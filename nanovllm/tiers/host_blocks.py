@@ -1,7 +1,7 @@
 """Stores a rank's part of the blocks in host memory, and copies blocks between host memory and the rank's device."""
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from ctypes import Structure, byref, c_int, c_size_t, c_void_p
 from itertools import groupby
@@ -74,6 +74,10 @@ class HostBlocks:
     def has_ended(self, number: int) -> bool:
         return True
 
+    def end_of_puts(self) -> Callable[[], bool]:
+        """Return a function that returns whether all copies of the previous calls of `put` have ended."""
+        return lambda: True
+
     def order_steps(self, numbers: list[int]) -> None:
         """Let all steps that are launched from now on wait for these copies."""
 
@@ -118,6 +122,9 @@ class PinnedBlocks(HostBlocks):
 
     def has_ended(self, number: int) -> bool:
         return number not in self._events or self._events[number].query()
+
+    def end_of_puts(self) -> Callable[[], bool]:
+        return self._out.record_event().query
 
     def order_steps(self, numbers: list[int]) -> None:
         for number in numbers:

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from nanovllm.tiers.tiered_blocks import use_connector
 
 if TYPE_CHECKING:
     from nanovllm.engine.model_runner import ModelRunner
+
+
+T = TypeVar("T", bound="HostTier")
 
 
 @dataclass(slots=True)
@@ -126,8 +129,8 @@ class HostTier(Connector):
         call.receive(words, self._runner, {})
 
 
-def use_host_tier(engine: Engine) -> None:
-    """Give the engine's prefix cache a tier in host memory. The model must be loaded.
+def use_host_tier(engine: Engine, tier_class: type[T] = HostTier) -> T:
+    """Give the engine's prefix cache a tier in host memory, and return the tier. The model must be loaded.
 
     Raises ValueError if `swap_space` is too small for a block. Raises RuntimeError if the memory can't be allocated or
     pinned.
@@ -145,7 +148,8 @@ def use_host_tier(engine: Engine) -> None:
         size = f"{num_needed * num_bytes / 2**30:.3g} GiB{per_rank}"
         raise ValueError(f"swap_space={config.swap_space:g}: {needed} {size}")
     try:
-        tier = HostTier(engine, num_rows)
+        tier = tier_class(engine, num_rows)
     except RuntimeError as error:
         raise RuntimeError(f"swap_space={config.swap_space:g}: the memory could not be allocated: {error}") from error
     use_connector(engine.scheduler, tier)
+    return tier

@@ -117,6 +117,15 @@ class TieredBlockManager(BlockManager):
         for load in self.loads:
             load.contents = []
 
+    def contents(self) -> Iterator[CachedBlock]:
+        """Yield what the device's prefix cache contains, beginning with the blocks that were cached last."""
+        for block_hash, block_id in reversed(self.hash_to_block_id.items()):
+            token_ids = self.blocks[block_id].token_ids
+            for key in (block_hash, ~block_hash):
+                block_ids = self._ids_on_device(key, token_ids)
+                if block_ids is not None and self.copies.keys().isdisjoint(block_ids):
+                    yield CachedBlock(key, token_ids, block_ids)
+
     def fetch(self, seq: Sequence, num_spare: int) -> Load | None:
         """Return a load that `seq` must wait for, or None. If `seq` fits and has stored blocks, begin to load them.
 
@@ -395,6 +404,9 @@ class TieredWindows(TieredBlockManager, WindowBlockManager):
     def clear_prefix_cache(self) -> None:
         super().clear_prefix_cache()
         self._passed.clear()
+
+    def contents(self) -> Iterator[CachedBlock]:
+        return (content for content in super().contents() if content.block_ids[0] not in self._passed)
 
     def evict(self, block: Block, block_hash: int) -> None:
         column = self.columns.get(block_hash, ())
