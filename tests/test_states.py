@@ -120,6 +120,7 @@ def poison(llm):
         seqs = [*llm.scheduler.running.values(), *llm.scheduler.prefilling.values()]
         needed = {manager.rows.zeros, *manager.snapshots.values(), *(seq.req_index for seq in seqs)}
         needed |= {*get_context().state_rows.flatten().tolist()}
+        needed |= {i - manager.num_blocks for load in getattr(manager, "loads", ()) for i in load.block_ids}
         num_rows = llm.config.num_states + 2
         rows = [row for row in range(num_rows) if row not in needed]
         for spec, tensors in runner.caches.items():

@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import islice
 from time import sleep
@@ -579,8 +580,12 @@ def test_answers_do_not_change(make_tiered, requests, expected, name):
 
 
 class Other(NamedTuple):
-    """A model with states or with window tables, and its answers to requests."""
+    """A model with states or with window tables, and its answers to requests.
 
+    `spoil` overwrites what an engine does not need before each step.
+    """
+
+    spoil: Callable[[LLM], LLM]
     folder: str
     row_bytes: int
     requests: list
@@ -591,19 +596,19 @@ class Other(NamedTuple):
 def other(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param) / "model"
     if request.param == "states":
-        from test_hybrid import make_checkpoint  # skips the test with transformers 4
+        from test_hybrid import make_checkpoint, poison  # skips the test with transformers 4
 
-        folder = make_checkpoint(folder, "qwen3_5-tied")
+        folder, spoil = make_checkpoint(folder, "qwen3_5-tied"), poison
     else:
         import test_windows
 
         if not test_models.V5:
             pytest.skip("transformers 4 does not have this form of the family")
         with patch.dict(test_models.CASES, windows=test_windows.WINDOWED["gemma3-windows"].case):
-            folder = test_models.make_checkpoint(folder, "windows")
+            folder, spoil = test_models.make_checkpoint(folder, "windows"), test_windows.spoil_free_blocks
     requests = make_requests(5, 500)[:14]
     with LLM(folder, dtype="float32", device="cpu", kvcache_block_size=16, num_kvcache_blocks=400) as llm:
-        return Other(folder, row_bytes(llm.model_runner), requests, answers(llm, requests))
+        return Other(spoil, folder, row_bytes(llm.model_runner), requests, answers(llm, requests))
 
 
 OTHERS = {
@@ -624,7 +629,8 @@ def test_states_and_windows(make_llm, monkeypatch, other, name):
     monkeypatch.setattr(host_blocks, "HostBlocks", HostBlocks)
     settings = {**OTHERS[name]}
     num_rows = settings.pop("num_rows")
-    llm = make_llm(other.folder, swap_space=(num_rows + 0.5) * other.row_bytes / 2**30, **SMALL | settings)
+    settings |= dict(swap_space=(num_rows + 0.5) * other.row_bytes / 2**30)
+    llm = other.spoil(make_llm(other.folder, **SMALL | settings))
     assert answers(llm, other.requests) == other.expected
     stats = llm.stats()
     assert stats["tiers"]["host_hits"] > 100 and stats["blocks"]["used"] == 0

@@ -299,13 +299,14 @@ def test_prefix_hits(make_vision, checkpoint):
     assert again.num_cached_tokens == 0 and again.outputs[0].token_ids == outputs[0].outputs[0].token_ids
 
 
-def test_blocks_in_host_memory(make_vision, checkpoint):
-    """Blocks that left the device and came back still belong to their image."""
-    llm = make_vision(swap_space=0.01, num_kvcache_blocks=24, max_num_seqs=2)
+@pytest.mark.parametrize("name", DENSE)
+def test_blocks_in_host_memory(make_vision, checkpoint, name):
+    """Blocks and states that left the device and came back still belong to their image."""
+    llm = make_vision(name, swap_space=0.01, num_kvcache_blocks=24, max_num_seqs=2)
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=0)
     prompts = [with_images(random.Random(2), picture(90, 60, seed), before=40, after=30) for seed in range(4)]
     outputs = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in prompts * 2]
-    Reference(checkpoint("qwen3_vl")[1], llm).check(prompts * 2, outputs)
+    Reference(checkpoint(name)[1], llm).check(prompts * 2, outputs)
     assert llm.stats()["tiers"]["loaded_blocks"] and outputs[-1].num_cached_tokens > 96
 
 
