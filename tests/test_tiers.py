@@ -644,6 +644,8 @@ def test_states_and_windows(make_llm, monkeypatch, other, name):
 def test_rows_of_a_state(make_llm, other, monkeypatch, streams):
     """A state takes several rows, and comes back with all its bits, also if its layers are far apart."""
     settings = dict(kv_cache_dtype="fp8", speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+    with pytest.raises(ValueError, match=r"a cache block( with a snapshot)? takes .* GiB"):
+        make_llm(other.folder, swap_space=1.5 * other.row_bytes / 2**30, **SMALL)
     llm = make_llm(other.folder, **SMALL | settings)
     runner, num_blocks = llm.model_runner, len(llm.scheduler.block_manager.blocks)
     generator = torch.Generator().manual_seed(0)
@@ -769,6 +771,16 @@ def test_on_a_gpu(make_llm, requests, settings):
     found = answers(llm, long)
     same = [mine == theirs for mine, theirs in zip(found, expected)]
     assert llm.stats()["tiers"]["loaded_blocks"] > 20 and sum(same) >= 0.95 * len(same)
+
+
+@pytest.mark.gpu
+def test_states_and_windows_on_a_gpu(make_llm, other):
+    sizes, requests = SMALL | dict(device="cuda"), other.requests * 2
+    expected = answers(make_llm(other.folder, **sizes | {"num_kvcache_blocks": 400}), requests)
+    llm = make_llm(other.folder, swap_space=0.5, **sizes)
+    found = answers(llm, requests)
+    same = [mine == theirs for mine, theirs in zip(found, expected)]
+    assert llm.stats()["tiers"]["loaded_blocks"] > 20 and sum(same) >= 0.9 * len(same)
 
 
 def test_memory_for_pinning():
