@@ -72,7 +72,7 @@ class Config:
     swap_dir_space: GiB of files in `swap_dir`, for each model.
     enable_prefix_caching: reuse the cache blocks of earlier requests that begin with the same tokens.
     async_scheduling: prepare a step while the previous step runs; by default on CUDA only.
-    seed: makes requests without their own seed repeatable; by default, each run differs.
+    seed: makes the results of requests that have no `seed` repeatable; by default, each run differs.
     tokenizer: the folder or hub id of the tokenizer; by default the model's tokenizer.
     revision: the branch, tag or commit of a model on the hub; by default the hub's default.
     quantization: "fp8", "int8" or "int4" quantizes the weights of linear layers while they are loaded; by default the
