@@ -48,12 +48,13 @@ class SharedExpertMoE(MoE):
 
     If the shared expert has the shape of the other experts, the experts' weights include its weights as the last
     expert, and the router's weight includes its gate. The shared expert's parameters are then views of the stacked
-    weights, and loading fills the views. With expert parallelism or quantization, nothing is stacked.
+    weights, and loading fills the views. With expert parallelism, quantization or adapters, nothing is stacked.
     """
 
     def __init__(self, config: ModelConfig):
         size, moe = config.hybrid.shared_size, config.moe
-        is_alike = size == moe.intermediate_size and not moe.expert_parallel and config.quantization is None
+        may_stack = moe.stacks_shared and not moe.expert_parallel and config.quantization is None
+        is_alike = may_stack and size == moe.intermediate_size
         super().__init__(config.hidden_size, replace(moe, num_shared=int(is_alike)))
         self.shared_expert = Qwen3MLP(replace(config, intermediate_size=size))
         self.shared_expert_gate = SigmoidGate(config.hidden_size)
