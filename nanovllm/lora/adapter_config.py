@@ -71,7 +71,7 @@ class AdapterConfig:
         if isinstance(parameters, str):
             raise TypeError(f"{file}: target_parameters={parameters!r:.80}: must be a list of names")
         if raw.get("target_modules") is None and not parameters:
-            raise ValueError(f"{file}: has no target_modules")
+            raise ValueError(f"{file}: has neither target_modules nor target_parameters")
         return cls(
             file,
             rank=check_int(f"{file}: r", raw.get("r", 8), low=1),
