@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import CUDA, DEVICE, assert_close, each_dtype, generate_by_steps, randn
+from common import CUDA, DEVICE, TWO_GPUS, assert_close, each_dtype, generate_by_steps, randn
 from test_lora import (
     LORA,
     MLP,
@@ -17,6 +17,7 @@ from test_lora import (
     all_targets,
     arguments_of,
     assert_merged,
+    assert_merged_on_average,
     check_padded_steps,
     mixed,
 )
@@ -374,6 +375,23 @@ def test_on_gpu(make_llm, tmp_path, name, enforce_eager):
     llm = make_llm(folder, enforce_eager=enforce_eager, **ON_GPU | EXPERTS)
     for used in (mixed(found), [None] * 8, [found[1]] * 8):
         assert_merged(folder, generate_by_steps(llm, arguments_of(used)), used)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "quantization": "fp8"},
+        pytest.param({"tensor_parallel_size": 2}, marks=TWO_GPUS),
+        pytest.param({"tensor_parallel_size": 2, "expert_parallel": True}, marks=TWO_GPUS),
+    ],
+    ids=str,
+)
+def test_settings_on_gpu(make_llm, model, tmp_path, settings):
+    used = mixed(make_adapters(tmp_path, shared_reference(model)))
+    outputs = generate_by_steps(make_llm(model, **ON_GPU | EXPERTS | settings), arguments_of(used))
+    (assert_merged_on_average if "dtype" in settings else assert_merged)(model, outputs, used)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

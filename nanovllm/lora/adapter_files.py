@@ -82,7 +82,7 @@ def read_adapter(
     adapter_config = AdapterConfig.read(folder)
     if not (file := folder / WEIGHTS_FILE).is_file():
         raise FileNotFoundError(f"{folder}: the folder holds no {WEIGHTS_FILE}; other formats are not supported")
-    stacks = [path + suffix for path in experts for suffix in ("", WRAPPED)]
+    stacks = {path + suffix for path in experts for suffix in ("", WRAPPED)}
     single = [name for path, shape in experts.items() for name in shape.single_names(path)]
     parts: list[torch.Tensor] = []
     ranks = []
@@ -110,7 +110,7 @@ def read_adapter(
 
 
 def _modules(tensors: AdapterTensors, known: Collection[str]) -> dict[str, str]:
-    """Return the modules that have an adapter, as a dict from this model's names, which are in `known`, to the file's."""
+    """Return the names of the adapted modules in the file, by their names in the model, which are in `known`."""
     modules: dict[str, str] = {}
     for name in tensors.names:
         path, kind = next(((name[: -len(kind)], kind) for kind in MATRICES if name.endswith(kind)), (name, ""))
@@ -133,7 +133,7 @@ def _modules(tensors: AdapterTensors, known: Collection[str]) -> dict[str, str]:
 
 
 def _check_targets(file: Path, config: AdapterConfig, modules: dict[str, str], names: list[str]) -> None:
-    """Check that `modules` contains those of `names`, the linear layers of the model, that the config names."""
+    """Check that the config names all of `modules`, and that none is missing of those in `names` that it names."""
     for stored in modules.values():
         if not config.includes(stored):
             raise ValueError(f"{file}: {PREFIX}{stored}: does not match target_modules in {config.file}")

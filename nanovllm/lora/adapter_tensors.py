@@ -16,7 +16,7 @@ class AdapterTensors:
     def __init__(self, file: Path, tensors: Any, dtype: torch.dtype):
         """tensors: the open file. dtype: of the matrices that `pair` returns."""
         self.file, self.dtype, self._tensors = file, dtype, tensors
-        self.names = {*tensors.keys()}
+        self.names = dict.fromkeys(tensors.keys())  # in order
 
     def shapes(self, module: str) -> list[list[int]]:
         """Return the shapes of a module's A and B."""

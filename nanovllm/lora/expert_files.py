@@ -4,11 +4,10 @@ With transformers 4, the projections of each expert are linear layers with adapt
 `experts.3.gate_proj`.
 
 With transformers 5, PEFT's `target_parameters` adapts the stacked parameters `experts.gate_up_proj` and
-`experts.down_proj`. The rows of A [experts * rank, inputs] contain one expert after another. The columns of
-B [outputs, rank * experts] contain all experts of the first rank, then of the second, and so on. Versions of PEFT
-before 0.20 swap inputs and outputs, in most models. The names of the matrices, `experts.lora_A` and
-`experts.base_layer.lora_A`, only show in which order PEFT found the parameters. So the shapes must show which parameter
-is adapted, and which side has the inputs.
+`experts.down_proj`. Row `e * rank + i` of A [experts * rank, inputs] and column `i * experts + e` of
+B [outputs, rank * experts] belong to expert `e`. Versions of PEFT before 0.20 swap inputs and outputs, in most models.
+The names of the matrices, `experts.lora_A` and `experts.base_layer.lora_A`, only show in which order PEFT found the
+parameters. So the shapes must show which parameter is adapted, and which side has the inputs.
 """
 
 from collections.abc import Mapping
@@ -78,17 +77,16 @@ class ExpertReader:
         self._bound = "max_expert_lora_rank", max_rank
         self._stacks = {path: self._find_stacks(path, shape) for path, shape in experts.items()}
         self._check_parameters()
-        # PEFT swaps all adapters of a model or none
+        # PEFT swaps inputs and outputs of all parameters of a model, or of none
         self._directions = {stack.is_swapped for found in self._stacks.values() for stack in found} - {None}
 
     def read(self, path: str) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
         """Return A [experts, rank, inputs] and B [experts, outputs, rank], or None, for each of PROJECTIONS."""
         shape = self._experts[path]
         found = [self._read_single(path, projection) for projection in PROJECTIONS]
-        for stack in self._stacks[path]:
-            if any(found):
-                problem = "the file has adapters of single experts, too"
-                raise ValueError(f"{self._tensors.file}: {PREFIX}{stack.stored}: {problem}")
+        if any(found) and self._stacks[path]:
+            problem = f"{PREFIX}{self._stacks[path][0].stored}: the file has adapters of single experts, too"
+            raise ValueError(f"{self._tensors.file}: {problem}")
         for stack in self._stacks[path]:
             a, b = self._read_stack(stack, shape)
             if stack.parameter == "down_proj":
@@ -119,8 +117,8 @@ class ExpertReader:
         if is_swapped is None:
             if len(self._directions) != 1:
                 raise ValueError(
-                    f"{self._tensors.file}: {PREFIX}{stack.stored}: {stack.parameter} has as many inputs as outputs, so "
-                    "the shapes do not show whether A or B belongs to the inputs"
+                    f"{self._tensors.file}: {PREFIX}{stack.stored}: {stack.parameter} has as many inputs as outputs, "
+                    "so the shapes do not show whether A or B belongs to the inputs"
                 )
             (is_swapped,) = self._directions
         columns, rows = sides[::-1] if is_swapped else sides
@@ -135,15 +133,14 @@ class ExpertReader:
         for stored in (self._modules[name] for name in (path, path + WRAPPED) if name in self._modules):
             a, b = self._tensors.shapes(stored)
             sides = (a[-1], b[0]) if len(a) == len(b) == 2 else ()
-            left = {name: pair for name, pair in shape.parameters.items() if name not in (x.parameter for x in found)}
-            name = next((name for name, pair in left.items() if sides in (pair, pair[::-1])), None)
-            if name is None:
-                known = " or ".join(f"{name} ({inputs} and {outputs})" for name, (inputs, outputs) in left.items())
+            name = next((name for name, pair in shape.parameters.items() if sides in (pair, pair[::-1])), None)
+            if name is None or name in (stack.parameter for stack in found):
+                known = " or ".join(f"{name} {list(pair)}" for name, pair in shape.parameters.items())
                 raise ValueError(
                     f"{self._tensors.file}: {PREFIX}{stored}: A and B have shapes {a} and {b}: the last size of A and "
-                    f"the first of B must be the inputs and outputs of {known}"
+                    f"the first of B must be the inputs and outputs of {known}, each of which may have one adapter"
                 )
-            found.append(Stack(name, stored, None if sides == sides[::-1] else sides != left[name]))
+            found.append(Stack(name, stored, None if sides == sides[::-1] else sides != shape.parameters[name]))
         return found
 
     def _check_parameters(self) -> None:

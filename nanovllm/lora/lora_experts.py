@@ -64,7 +64,7 @@ class AdaptedExperts:
         h = self.act_fn(h)
         y = expert_linear(h, self, "down_proj", expert_ids)
         add_lora(y, h, self.down_adapters, groups)
-        return (y.float().unflatten(0, weights.shape) * weights[..., None]).sum(1).to(x.dtype)
+        return (y.unflatten(0, weights.shape) * weights[..., None]).sum(1).to(x.dtype)  # in float32
 
 
 def adapt_experts(experts: Experts, gate_up: LoRAStack, down: LoRAStack, slots_of_requests: torch.Tensor) -> None:
