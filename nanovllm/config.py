@@ -36,7 +36,7 @@ class Config:
         sequences; by default 50 on CUDA and 250 on a CPU.
     max_num_mixed_tokens: maximum number of tokens in a mixed step; by default, as many as the device computes in
         `max_mixed_step_ms`. The default is measured on CUDA and estimated on a CPU. While few prompt tokens wait, a
-        mixed step uses only half of the maximum.
+        mixed step uses only half of this maximum.
     scheduling_policy: "fcfs" (first come, first served) or "priority" (the request with the lowest `priority` value
         comes first). In Python, the value can also be an object with a method `priority_key`: see `SchedulingPolicy` in
         `engine/scheduling_policy.py`.
@@ -61,9 +61,9 @@ class Config:
     mamba_ssm_cache_dtype: the dtype in which layers with the gated delta rule store their states: "float32", "bfloat16"
         or "float16". "auto" is the checkpoint's choice, usually "float32". States are always computed in float32. The
         setting has no effect on other models.
-    dtype: "auto" is the checkpoint's dtype. On a CPU without instructions for that dtype, "auto" is float32 if float32
-        weights take at most half of the memory. Other values: "float32" ("float"), "float16" ("half"), "bfloat16". In
-        Python, the value can also be a torch.dtype.
+    dtype: "auto" is the checkpoint's dtype. On a CPU without instructions for the checkpoint's dtype, "auto" is float32
+        if float32 weights take at most half of the memory. Other values: "float32" ("float"), "float16" ("half"),
+        "bfloat16". In Python, the value can also be a torch.dtype.
     device: "cpu", "cuda", or one GPU, such as "cuda:1". "auto" is "cuda" if there is a CUDA device, else "cpu".
     attention_backend: "triton", "sdpa" or "flash". "auto" is "triton" on CUDA if Triton is installed, else "sdpa".
     swap_space: GiB of host memory, for all ranks together, to keep cache blocks that the device evicts. A later request
@@ -101,8 +101,8 @@ class Config:
         docs/images.md.
     allowed_media_domains: the hosts from which images in conversations may be downloaded; by default none.
 
-    Raises ValueError or TypeError. The message states the value and the bound. Raises FileNotFoundError if the model
-    does not exist.
+    Raises a ValueError or TypeError that states the value and the bound, or FileNotFoundError if the model does not
+    exist.
     """
 
     model: str

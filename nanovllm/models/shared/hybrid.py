@@ -1,6 +1,6 @@
 """Hybrid decoders: most layers keep a state (gated delta rule), and the other layers have gated attention.
 
-Families are subclasses, with different feed-forward layers and projections in checkpoints.
+Each family is a subclass. Families differ in feed-forward layers, and in how checkpoints store projections.
 """
 
 from dataclasses import replace
@@ -46,8 +46,8 @@ class GatedAttention(Qwen3Attention):
 class SharedExpertMoE(MoE):
     """A mixture of experts, and a shared expert that every token uses.
 
-    If the shared expert has the shape of the other experts, the experts' weights include its weights as the last
-    expert, and the router's weight includes its gate. The shared expert's parameters are then views of the stacked
+    If the shared expert has the shape of the other experts, it is the last expert in the stacked weights, and the
+    router's weight includes the shared expert's gate. The shared expert's parameters are then views of the stacked
     weights, and loading fills the views. With expert parallelism, quantization or adapters, nothing is stacked.
     """
 
