@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from math import sqrt
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from common import CUDA, DEVICE, TWO_GPUS, assert_close, each_dtype, generate_by_steps, randn
+from safetensors.torch import load_file
 from test_lora import (
     LORA,
     MLP,
@@ -48,6 +50,11 @@ PROJECTIONS = {"gate_proj": 0, "up_proj": 1, "down_proj": 2}
 PARAMETERS = "gate_up_proj", "down_proj"
 
 
+def is_gpt_oss(experts: nn.Module) -> bool:
+    """Its stacks are [experts, inputs, outputs], in which outputs of gate and up alternate."""
+    return type(experts).__name__ == "GptOssExperts"
+
+
 class ExpertAdapter(PEFTAdapter):
     """An adapter of experts, and of the linear layers whose names end with an entry of `targets`."""
 
@@ -61,7 +68,8 @@ class ExpertAdapter(PEFTAdapter):
         self.generator = torch.Generator().manual_seed(number + 100)
         for path, experts in model.named_modules():
             if path.endswith(".experts"):
-                (self.add_single if form == "single" else self.add_stacks)(path, experts, form)
+                add = self.add_single if form == "single" else partial(self.add_stacks, is_swapped=form == "swapped")
+                add(path, experts)
         config = json.loads((folder / "adapter_config.json").read_text())
         if form == "single":
             config["target_modules"] = sorted({*targets, *PROJECTIONS} & {*targets, *self.only})
@@ -85,7 +93,7 @@ class ExpertAdapter(PEFTAdapter):
             f"base_model.model.{stored}.lora_B.weight": b,
         }
 
-    def add_single(self, path: str, experts: nn.Module, form: str) -> None:
+    def add_single(self, path: str, experts: nn.Module) -> None:
         is_list = isinstance(experts, nn.ModuleList)
         for expert in range(len(experts) if is_list else len(experts.gate_up_proj)):
             for name in (name for name in PROJECTIONS if name in self.only):
@@ -95,28 +103,26 @@ class ExpertAdapter(PEFTAdapter):
                 else:
                     parameter = "down_proj" if name == "down_proj" else "gate_up_proj"
                     part = self.copy(f"{path}.{parameter}", getattr(experts, parameter))[expert]
-                    part = part.mT if getattr(experts, "is_transposed", False) else part
+                    part = part.mT if is_gpt_oss(experts) else part
                     if name != "down_proj":
                         shard, size = PROJECTIONS[name], len(part) // 2
-                        alternates = not getattr(experts, "is_concatenated", True)
-                        part = part[shard::2] if alternates else part[shard * size : (shard + 1) * size]
+                        part = part[shard::2] if is_gpt_oss(experts) else part[shard * size : (shard + 1) * size]
                 rank, scale = self.rank_and_scale(name)
                 a, b = self.randn(rank, part.shape[1], part.shape[1] ** -0.5), self.randn(len(part), rank, 1 / rank)
                 part += scale * b @ a
                 self.add(f"{path}.{expert}.{name}", a, b)
 
-    def add_stacks(self, path: str, experts: nn.Module, form: str) -> None:
+    def add_stacks(self, path: str, experts: nn.Module, is_swapped: bool) -> None:
         """As PEFT's `ParamWrapper.get_delta_weight` does."""
         wrapped = [name for name in PARAMETERS if name in self.only]
         for i, name in enumerate(wrapped):
             weight = self.copy(f"{path}.{name}", getattr(experts, name))
-            weight = weight.mT if getattr(experts, "is_transposed", False) else weight
+            weight = weight.mT if is_gpt_oss(experts) else weight
             count, outputs, inputs = weight.shape
             rank, scale = self.rank_and_scale(name)
-            columns, rows = (inputs, outputs) if form == "stacked" else (outputs, inputs)
+            columns, rows = (outputs, inputs) if is_swapped else (inputs, outputs)
             a, b = self.randn(count * rank, columns, columns**-0.5), self.randn(rows, rank * count, 1 / rank)
-            sides = "eoi" if form == "stacked" else "eio"
-            equation = f"ore,eri->{sides}"
+            equation = "ore,eri->eio" if is_swapped else "ore,eri->eoi"
             weight += scale * torch.einsum(equation, b.view(rows, rank, count), a.view(count, rank, columns))
             self.add(path + ".base_layer" * (len(wrapped) - 1 - i), a, b)
 
@@ -221,6 +227,20 @@ def test_slots(make_llm, model, tmp_path):
     llm.add_lora(found[1].request)
     assert llm.remove_lora(2) and not llm.remove_lora(2)
     assert {*llm.input_processor.adapters._loaded} == {found[0].request}
+
+
+def test_sleep(make_llm, model, tmp_path):
+    """Adapters come back after the device has lost them."""
+    used = mixed(make_adapters(tmp_path, shared_reference(model)))
+    llm = make_llm(model, enable_sleep_mode=True, **EXPERTS)
+    for _ in range(2):
+        assert_merged(model, generate_by_steps(llm, arguments_of(used)), used)
+        llm.sleep(2)
+        for target in llm.model_runner.model.adapters.targets.values():
+            target.stack.a.zero_()  # as on CUDA
+        llm.wake_up(["weights"])
+        llm.load_weights(load_file(Path(model) / "model.safetensors").items())
+        llm.wake_up()
 
 
 @pytest.mark.skipif(not V5, reason="transformers 4 does not have the family")
