@@ -41,7 +41,7 @@ class AdapterRegistry:
 
         experts: the mixtures of experts, by name. slots: the adapters on the devices.
         """
-        self._config, self.shapes, self._experts, self.slots = config, shapes, experts, slots
+        self._config, self.shapes, self.experts, self.slots = config, shapes, experts, slots
         self._loaded: WeakValueDictionary[LoRARequest, Adapter] = WeakValueDictionary()
         self._added: dict[int, Adapter] = {}  # by `lora_int_id`
         self._lock = threading.Lock()  # so that two threads do not read the same adapter
@@ -52,7 +52,7 @@ class AdapterRegistry:
             return adapter
         with self._lock:
             if (adapter := self._loaded.get(request)) is None:
-                adapter = self._loaded[request] = read_adapter(request, self._config, self.shapes, self._experts)
+                adapter = self._loaded[request] = read_adapter(request, self._config, self.shapes, self.experts)
             return adapter
 
     def add(self, request: LoRARequest) -> None:
