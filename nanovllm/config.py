@@ -68,9 +68,11 @@ class Config:
     attention_backend: "triton", "sdpa" or "flash". "auto" is "triton" on CUDA if Triton is installed, else "sdpa".
     swap_space: GiB of host memory, for all ranks together, to keep cache blocks that the device evicts. A later request
         that begins with the tokens of these blocks copies the blocks back. See docs/cache.md.
+    swap_dir: a folder for these blocks, which a later start of the same model reads again. Needs `swap_space`.
+    swap_dir_space: GiB of files in `swap_dir`, for each model.
     enable_prefix_caching: reuse the cache blocks of earlier requests that begin with the same tokens.
     async_scheduling: prepare a step while the previous step runs; by default on CUDA only.
-    seed: makes requests without their own seed repeatable; by default, each run differs.
+    seed: makes the results of requests that have no `seed` repeatable; by default, each run differs.
     tokenizer: the folder or hub id of the tokenizer; by default the model's tokenizer.
     revision: the branch, tag or commit of a model on the hub; by default the hub's default.
     quantization: "fp8", "int8" or "int4" quantizes the weights of linear layers while they are loaded; by default the
@@ -125,6 +127,8 @@ class Config:
     device: str = "auto"
     attention_backend: str = "auto"
     swap_space: float = checked(0.0, check_real, low=0.0, high=2**20)
+    swap_dir: str | None = None
+    swap_dir_space: float = checked(64.0, check_real, low=0.0, high=2**20)
     enable_prefix_caching: bool = checked(True, check_bool)
     async_scheduling: bool | None = checked(None, check_bool)
     seed: int | None = checked(None, check_int, low=0, high=2**64 - 1)
@@ -205,7 +209,7 @@ class Config:
             logger.warning(words, self.gpu_memory_utilization)
         if self.task != "generate":
             self._resolve_pooling(folder)
-        if self.swap_space:
+        if self.swap_space or self.swap_dir is not None:
             from nanovllm.tiers.swap_space import check_swap_space  # rarely needed
 
             check_swap_space(self)

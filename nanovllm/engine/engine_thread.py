@@ -170,6 +170,7 @@ class EngineThread:
                 cleanup.callback(setattr, self, "_has_ended", True)
                 cleanup.callback(self.engine.exit)
                 cleanup.callback(self.engine.drop_requests)
+                cleanup.callback(self.engine.before_exit)
                 cleanup.callback(self._fail_callers, CLOSED)
 
     def _carry_out_commands(self) -> None:
