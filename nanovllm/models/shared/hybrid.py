@@ -48,8 +48,7 @@ class SharedExpertMoE(MoE):
 
     If the shared expert has the shape and the weight format of the other experts, it is the last expert in the stacked
     weights, and the router's weight includes the shared expert's gate. The shared expert's parameters are then views of
-    the stacked weights, and loading fills the views. With expert parallelism or adapters, nothing is
-    stacked.
+    the stacked weights, and loading fills the views. With expert parallelism or adapters, nothing is stacked.
     """
 
     def __init__(self, config: ModelConfig, layer_index: int):
