@@ -48,12 +48,12 @@ class SharedExpertMoE(MoE):
 
     If the shared expert has the shape and the weight format of the other experts, it is the last expert in the stacked
     weights, and the router's weight includes the shared expert's gate. The shared expert's parameters are then views of
-    the stacked weights, and loading fills the views. With expert parallelism, nothing is stacked.
+    the stacked weights, and loading fills the views. With expert parallelism or adapters, nothing is stacked.
     """
 
     def __init__(self, config: ModelConfig, layer_index: int):
         size, moe, quantization = config.hybrid.shared_size, config.moe, config.quantization
-        is_alike = size == moe.intermediate_size and not moe.expert_parallel
+        is_alike = size == moe.intermediate_size and moe.stacks_shared and not moe.expert_parallel
         if is_alike and quantization is not None:
             paths = [f"model.layers.{layer_index}.mlp.{name}" for name in ("experts.0", "shared_expert")]
             parts = [f"{path}.{name}_proj" for path in paths for name in ("gate", "up", "down")]
