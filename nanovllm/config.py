@@ -36,7 +36,7 @@ class Config:
         sequences; by default 50 on CUDA and 250 on a CPU.
     max_num_mixed_tokens: maximum number of tokens in a mixed step; by default, as many as the device computes in
         `max_mixed_step_ms`. The default is measured on CUDA and estimated on a CPU. While few prompt tokens wait, a
-        mixed step uses only half of the maximum.
+        mixed step uses only half of this maximum.
     scheduling_policy: "fcfs" (first come, first served) or "priority" (the request with the lowest `priority` value
         comes first). In Python, the value can also be an object with a method `priority_key`: see `SchedulingPolicy` in
         `engine/scheduling_policy.py`.
@@ -61,16 +61,18 @@ class Config:
     mamba_ssm_cache_dtype: the dtype in which layers with the gated delta rule store their states: "float32", "bfloat16"
         or "float16". "auto" is the checkpoint's choice, usually "float32". States are always computed in float32. The
         setting has no effect on other models.
-    dtype: "auto" is the checkpoint's dtype. On a CPU without instructions for that dtype, "auto" is float32 if float32
-        weights take at most half of the memory. Other values: "float32" ("float"), "float16" ("half"), "bfloat16". In
-        Python, the value can also be a torch.dtype.
+    dtype: "auto" is the checkpoint's dtype. On a CPU without instructions for the checkpoint's dtype, "auto" is float32
+        if float32 weights take at most half of the memory. Other values: "float32" ("float"), "float16" ("half"),
+        "bfloat16". In Python, the value can also be a torch.dtype.
     device: "cpu", "cuda", or one GPU, such as "cuda:1". "auto" is "cuda" if there is a CUDA device, else "cpu".
     attention_backend: "triton", "sdpa" or "flash". "auto" is "triton" on CUDA if Triton is installed, else "sdpa".
     swap_space: GiB of host memory, for all ranks together, to keep cache blocks that the device evicts. A later request
         that begins with the tokens of these blocks copies the blocks back. See docs/cache.md.
+    swap_dir: a folder for these blocks, which a later start of the same model reads again. Needs `swap_space`.
+    swap_dir_space: GiB of files in `swap_dir`, for each model.
     enable_prefix_caching: reuse the cache blocks of earlier requests that begin with the same tokens.
     async_scheduling: prepare a step while the previous step runs; by default on CUDA only.
-    seed: makes requests without their own seed repeatable; by default, each run differs.
+    seed: makes the results of requests that have no `seed` repeatable; by default, each run differs.
     tokenizer: the folder or hub id of the tokenizer; by default the model's tokenizer.
     revision: the branch, tag or commit of a model on the hub; by default the hub's default.
     quantization: "fp8", "int8" or "int4" quantizes the weights of linear layers while they are loaded; by default the
@@ -99,8 +101,8 @@ class Config:
         docs/images.md.
     allowed_media_domains: the hosts from which images in conversations may be downloaded; by default none.
 
-    Raises ValueError or TypeError. The message states the value and the bound. Raises FileNotFoundError if the model
-    does not exist.
+    Raises a ValueError or TypeError that states the value and the bound, or FileNotFoundError if the model does not
+    exist.
     """
 
     model: str
@@ -123,6 +125,8 @@ class Config:
     device: str = "auto"
     attention_backend: str = "auto"
     swap_space: float = checked(0.0, check_real, low=0.0, high=2**20)
+    swap_dir: str | None = None
+    swap_dir_space: float = checked(64.0, check_real, low=0.0, high=2**20)
     enable_prefix_caching: bool = checked(True, check_bool)
     async_scheduling: bool | None = checked(None, check_bool)
     seed: int | None = checked(None, check_int, low=0, high=2**64 - 1)
@@ -200,7 +204,7 @@ class Config:
             logger.warning(words, self.gpu_memory_utilization)
         if self.task != "generate":
             self._resolve_pooling(folder)
-        if self.swap_space:
+        if self.swap_space or self.swap_dir is not None:
             from nanovllm.tiers.swap_space import check_swap_space  # rarely needed
 
             check_swap_space(self)

@@ -51,7 +51,7 @@ class SamplingParams:
     reasoning_parser: the format in which the model marks its reasoning: "qwen3", "deepseek_r1", "mistral" or another
         name in docs/reasoning.md. `structured_outputs` and `stop` then apply only to the answer after the reasoning.
     thinking_token_budget: maximum number of reasoning tokens, after which the engine forces the end marker. None or
-        -1 means no limit. It needs `reasoning_parser`.
+        -1 means no limit. A budget needs `reasoning_parser`.
     logprobs: return log-probabilities of each generated token, and of this many most likely tokens at each position; -1
         means all tokens. The setting `logprobs_mode` selects the distribution.
     prompt_logprobs: like `logprobs`, but for each prompt token, and always from the model's own logits. Such a

@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import import_module
 from io import StringIO
 from pathlib import Path
 
@@ -311,6 +312,14 @@ def test_waiting_is_said(capsys, monkeypatch, caplog):
     with waiting_for("Loading a model"):
         pass
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("package, name", [("nanovllm.serve", "AsyncLLM"), ("nanovllm.serve.replicas", "PrefixRouter")])
+def test_imports_say_what_they_import(package, name, caplog):
+    """The first import may take seconds, because it imports PyTorch."""
+    with caplog.at_level("INFO", "nanovllm"):
+        assert getattr(import_module(package), name).__name__ == name
+    assert caplog.messages == [f"Importing {name} ..."]
 
 
 # -- a server ----------------------------------------------------------------------------------------------------------

@@ -1,29 +1,43 @@
 """The second tier of the prefix cache: blocks that leave the device come back, and nothing else changes."""
 
 import ctypes
+import os
 import random
 import re
+import shutil
+from collections import Counter
 from contextlib import nullcontext
 from itertools import islice
+from time import sleep
 from types import SimpleNamespace
+from typing import NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+import test_models
 import torch
 from common import TWO_GPUS
-from simulation import SETTINGS, SimulatedEngine, Simulation, fingerprints, random_requests
+from safetensors.torch import load_file, save_file
+from simulation import (
+    SETTINGS,
+    SimulatedEngine,
+    Simulation,
+    StateSimulation,
+    WindowSimulation,
+    fingerprints,
+    random_requests,
+)
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
-from nanovllm.benchmarks.shapes import write_shape
 from nanovllm.cache.block_copies import block_parts
 from nanovllm.engine.scheduling_policy import MAX_STEPS_WITHOUT_ADMISSION
-from nanovllm.engine.state_blocks import StateBlockManager
-from nanovllm.engine.window_blocks import WindowBlockManager
 from nanovllm.tiers import host_blocks, tiered_blocks
+from nanovllm.tiers.block_files import BlockFiles
 from nanovllm.tiers.connector import Connector
 from nanovllm.tiers.host_blocks import HostBlocks, PinnedBlocks, row_bytes
 from nanovllm.tiers.host_tier import HostTier
-from nanovllm.tiers.tiered_blocks import check_manager, use_connector
+from nanovllm.tiers.tiered_blocks import use_connector
 from nanovllm.utils import cuda_driver
 
 pytestmark = pytest.mark.small_model
@@ -40,7 +54,7 @@ class LateBlocks:
     """
 
     def __init__(self, runner, num_rows: int):
-        self.cache, self.random, self.failures = runner.cache, runner.random, runner.failures
+        self.memory, self.random, self.failures = runner.memory, runner.random, runner.failures
         self.rows: list = [None] * num_rows
         self.queues: dict[str, list] = {"put": [], "get": []}  # (number, copies, how many puts come first)
         self.num_puts, self.num_done, self.num_gets = 0, 0, 0
@@ -81,9 +95,32 @@ class LateBlocks:
             self._make("put")
         for block_id, row in copies:
             if action == "put":
-                self.rows[row] = [*self.cache[block_id]]
-            else:
-                self.cache[block_id] = [*self.rows[row]]
+                self.rows[row] = self.memory.read(block_id)
+        for block_id in {block_id for block_id, _ in copies} if action == "get" else ():
+            stored, *others = [self.rows[row] for i, row in copies if i == block_id]
+            self.memory.write(block_id, stored if all(other == stored for other in others) else "parts of two states")
+
+    def num_rows_of(self, runner, block_id):
+        return 1 if block_id < len(self.memory.cache) else 3
+
+
+class Memory:
+    """The blocks of a simulated device, and its states, which a simulation may replace."""
+
+    def __init__(self, cache, simulation=None):
+        self.cache, self.simulation = cache, simulation
+
+    def read(self, block_id):
+        i = block_id - len(self.cache)
+        return [*self.cache[block_id]] if i < 0 else self.simulation.states.get(i)
+
+    def write(self, block_id, content):
+        i = block_id - len(self.cache)
+        if i < 0:
+            self.cache[block_id] = [*content]
+        else:
+            self.simulation.states[i] = content
+            self.simulation.num_loaded += 1
 
 
 class Tiered:
@@ -93,14 +130,14 @@ class Tiered:
         use_connector(self.scheduler, connector)
         self.manager = self.scheduler.block_manager
 
-    def use_late_host(self, num_rows, cache, failures):
+    def use_late_host(self, num_rows, memory, failures):
         device = dict(device=SimpleNamespace(type="cpu"), on_device=nullcontext, min_of_ranks=int)
-        runner = SimpleNamespace(cache=cache, random=random.Random(0), failures=failures, **device)
+        runner = SimpleNamespace(memory=memory, random=random.Random(0), failures=failures, **device)
         self.tier = HostTier(SimpleNamespace(workers=SimpleNamespace(processes=()), model_runner=runner), num_rows)
         self.use(self.tier)
 
     def blocks_of_loads(self):
-        return [block.block_id for load in getattr(self.manager, "loads", ()) for block in load.held]
+        return [block_id for load in getattr(self.manager, "loads", ()) for block_id in load.held]
 
 
 class TieredEngine(Tiered, SimulatedEngine):
@@ -113,15 +150,16 @@ class TieredSimulation(Tiered, Simulation):
         for seq in self.marks:  # sequences with different salts share nothing
             seq.cache_salt = self.requests[seq.request_id].key % 5 // 4
             self.marks[seq] = fingerprints([seq.cache_salt, *self.tokens[seq]])[1:]
-        self.use_late_host(num_rows, self.cache, failures)
+        self.use_late_host(num_rows, Memory(self.cache, self), failures)
 
     def check_move(self):
         super().check_move()
         tier, manager = self.tier, self.manager
-        rows = [entry.row for entry in tier._entries.values()]
+        rows = [row for entry in tier._entries.values() for row in entry.rows]
         assert len({*rows, *tier._free_rows}) == len(rows) + len(tier._free_rows) == tier._num_rows
         assert {*manager._arriving} == {content.block_hash for load in manager.loads for content in load.contents}
-        assert len(tier._copies) <= len(manager.blocks) and len(tier._reads) <= len(tier._copies)
+        num_ids = len(manager.blocks) + getattr(manager, "num_states", -2) + 2
+        assert len(tier._copies) <= num_ids and len(tier._reads) <= len(tier._copies)
         if self.random.random() < 0.01:
             manager.clear_prefix_cache()
             self.seen["cleared"] += 1
@@ -133,6 +171,25 @@ class TieredSimulation(Tiered, Simulation):
         assert not any(entry.num_reads for entry in self.tier._entries.values())
         self.seen["loaded"] = self.scheduler.totals["loaded_blocks"]
         self.seen["lost"] = self.scheduler.totals["lost_copies"]
+
+
+class TieredStates(TieredSimulation, StateSimulation):
+    """A simulation of a model with states, and a second tier."""
+
+    num_loaded = 0  # states
+
+    def rows_of_snapshots(self):
+        first, loads = len(self.manager.blocks), getattr(self.manager, "loads", ())
+        arriving = [block_id - first for load in loads for block_id in load.block_ids if block_id >= first]
+        return super().rows_of_snapshots() + arriving
+
+    def check_end(self):
+        super().check_end()
+        self.seen["loaded snapshots"] = self.num_loaded
+
+
+class TieredWindows(TieredSimulation, WindowSimulation):
+    """A simulation of a model with window tables, and a second tier."""
 
 
 CAPACITIES = [1, 3, 40, 1000]
@@ -159,6 +216,34 @@ def test_random_requests_with_a_tier(monkeypatch, name, seed):
     assert (seen["loaded"] > 10 and seen["lost"] > 0) or "tiny cache" not in name
 
 
+TINY = {"tiny cache": 0, "tiny cache, tiny blocks": 0, "tiny cache, chunks": 0}  # seeds
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_random_requests_with_states(monkeypatch, name):
+    """A snapshot takes three rows in host memory."""
+    seen = Counter()
+    for i, (num_rows, num_snapshots) in enumerate([(40, 3), (1000, 2), (60, 60)]):
+        monkeypatch.setattr(tiered_blocks, "NUM_AHEAD", (0, 2, 128)[i])
+        monkeypatch.setattr(tiered_blocks, "NUM_SNAPSHOTS_AHEAD", 4 * (i == 1))
+        requests, settings = random_requests(TINY[name], 24, max_n=5), SETTINGS[name] | {"num_snapshots": num_snapshots}
+        seen += TieredStates(requests, i != 1, num_rows, i != 1, **settings).run().seen
+    assert seen["loaded"] > 20 and seen["loaded snapshots"] > 5 and seen["lost"] > 0, seen
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_random_requests_with_windows(monkeypatch, name):
+    """A prefix needs some columns of the window tables in addition."""
+    seen = Counter()
+    for i, (num_rows, window) in enumerate([(40, 1), (1000, 9), (1000, 30)]):
+        monkeypatch.setattr(tiered_blocks, "NUM_AHEAD", (0, 2, 128)[i])
+        drafts = dict(num_drafts=1, drafts_on_host=name == "tiny cache") if i == 1 else {}
+        requests = random_requests(TINY[name], 24, max_n=1 if drafts else 5)
+        settings = SETTINGS[name] | drafts | {"window": window}
+        seen += TieredWindows(requests, i > 0, num_rows, i != 1, **settings).run().seen
+    assert seen["loaded"] > 10 and seen["lost"] > 0, seen
+
+
 class ToyStore(Connector):
     """Stores any number of blocks, and copies them at once, unless `fails`."""
 
@@ -170,14 +255,15 @@ class ToyStore(Connector):
         return block_hash in self.stored and self.stored[block_hash][0] == token_ids
 
     def put(self, blocks):
-        for block_hash, token_ids, block_id in blocks:
+        for block_hash, token_ids, block_ids in blocks:
             self._check()
             self.num_put += not self.contains(block_hash, token_ids)
-            self.stored[block_hash] = token_ids, [part.clone() for part in self._parts(block_id)]
+            self.stored[block_hash] = token_ids, [part.clone() for i in block_ids for part in self._parts(i)]
 
     def get(self, blocks):
-        for block_hash, _, block_id in blocks:
-            for part, stored in zip(self._parts(block_id), self.stored[block_hash][1]):
+        for block_hash, _, block_ids in blocks:
+            parts = [part for i in block_ids for part in self._parts(i)]
+            for part, stored in zip(parts, self.stored[block_hash][1], strict=True):
                 part.copy_(stored)
             self._check()
         self.num_got += len(blocks)
@@ -333,7 +419,7 @@ def test_loads_stay_away_from_the_blocks_of_copies(slow):
 def test_nothing_grows():
     """Over thousands of requests, many of which are aborted while their blocks are on their way."""
     rng, engine = random.Random(0), TieredEngine(num_blocks=20, asynchronous=True)
-    engine.use_late_host(30, [[] for _ in range(20)], failures=True)
+    engine.use_late_host(30, Memory([[] for _ in range(20)]), failures=True)
     tier, manager = engine.tier, engine.manager
     for i in range(3000):
         seq = engine.add([rng.randrange(8)] * rng.randint(1, 30), max_tokens=rng.randint(1, 4))
@@ -369,7 +455,7 @@ def test_hits_of_conversations():
     """With a cache that is too small for the histories, almost all hits come back, though loads take many steps."""
     sizes = dict(block_size=8, max_num_seqs=6, max_len=1000, asynchronous=True)
     tiered = TieredEngine(num_blocks=300, **sizes)
-    tiered.use_late_host(2000, [[] for _ in range(300)], failures=False)
+    tiered.use_late_host(2000, Memory([[] for _ in range(300)]), failures=False)
     plain, unbounded = SimulatedEngine(num_blocks=300, **sizes), SimulatedEngine(num_blocks=3000, **sizes)
     assert converse(plain) < 0.4 * (most := converse(unbounded))
     assert converse(tiered) > 0.97 * most and not tiered.scheduler.num_preemptions
@@ -378,18 +464,22 @@ def test_hits_of_conversations():
 # -- with a model ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def requests():
-    """(prompt, params) with shared beginnings, of which some continue earlier ones."""
+def make_requests(first_id: int, end_id: int) -> list[tuple[list[int], SamplingParams]]:
+    """Return (prompt, params) with shared beginnings, of which some continue earlier ones."""
     rng = random.Random(0)
-    texts = [[rng.randrange(256, 2040) for _ in range(150)] for _ in range(4)]
+    texts = [[rng.randrange(first_id, end_id) for _ in range(150)] for _ in range(4)]
     requests = []
     for i in range(11):
         prompt = rng.choice(texts)[: rng.randint(60, 150)]
-        prompt += [rng.randrange(256, 2040) for _ in range(rng.randint(1, 40))]
+        prompt += [rng.randrange(first_id, end_id) for _ in range(rng.randint(1, 40))]
         params = SamplingParams(temperature=i % 2, seed=i, max_tokens=rng.randint(1, 20), ignore_eos=True, n=1 + i % 3)
         requests.append((prompt, params))
     return requests * 3
+
+
+@pytest.fixture(scope="module")
+def requests():
+    return make_requests(256, 2040)
 
 
 def answers(llm: LLM, requests, num_together: int = 6) -> list[list[list[int]]]:
@@ -419,7 +509,7 @@ SETTINGS_OF_ENGINES = {
 
 
 def gib(num_rows: int, model: str) -> float:
-    """Return the `swap_space` for so many blocks of the small model."""
+    """Return the `swap_space` for so many blocks of a model."""
     with LLM(model, dtype="float32", device="cpu", **SMALL) as llm:
         return (num_rows + 0.5) * row_bytes(llm.model_runner) / 2**30
 
@@ -446,6 +536,50 @@ def test_answers_do_not_change(make_tiered, requests, expected, name):
     assert llm.reset_prefix_cache()
     answers(llm, requests[:1])
     assert llm.stats()["tiers"]["loaded_blocks"] == before
+
+
+class Other(NamedTuple):
+    """A model with states or with window tables, and its answers to requests."""
+
+    folder: str
+    requests: list
+    expected: list
+
+
+@pytest.fixture(scope="module", params=["states", "windows"])
+def other(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param) / "model"
+    if request.param == "states":
+        from test_hybrid import make_checkpoint  # skips the test with transformers 4
+
+        folder = make_checkpoint(folder, "qwen3_5-tied")
+    else:
+        test_windows = pytest.importorskip("test_windows")
+        with patch.dict(test_models.CASES, windows=test_windows.WINDOWED["gemma3-windows"].case):
+            folder = test_models.make_checkpoint(folder, "windows")
+    requests = make_requests(5, 500)[:17]
+    with LLM(folder, dtype="float32", device="cpu", kvcache_block_size=16, num_kvcache_blocks=400) as llm:
+        return Other(folder, requests, answers(llm, requests))
+
+
+OTHERS = {
+    "few blocks": dict(num_rows=100),
+    "chunks": dict(num_rows=3000, async_scheduling=True, max_num_batched_tokens=32),
+    "drafts": SETTINGS_OF_ENGINES["drafts"] | dict(num_rows=3000, async_scheduling=True),
+    "ranks": dict(num_rows=3000, tensor_parallel_size=2),
+}
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("name", OTHERS)
+def test_states_and_windows(make_llm, monkeypatch, other, name):
+    monkeypatch.setattr(host_blocks, "HostBlocks", HostBlocks)
+    settings = {**OTHERS[name]}
+    num_rows = settings.pop("num_rows")
+    llm = make_llm(other.folder, swap_space=gib(num_rows, other.folder), **SMALL | settings)
+    assert answers(llm, other.requests) == other.expected
+    stats = llm.stats()
+    assert stats["tiers"]["host_hits"] > 100 and stats["blocks"]["used"] == 0
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
@@ -513,10 +647,8 @@ def test_beams(make_llm, make_tiered, requests):
     assert llm.stats()["tiers"]["loaded_blocks"] > 10
 
 
-def test_refusals(make_llm, tmp_path):
-    write_shape("qwen3.5-9b", hybrid := tmp_path / "hybrid")
+def test_refusals(make_llm):
     for error, settings in [
-        ("swap_space=1: is not supported for models with layers that keep a state", {"model": str(hybrid)}),
         ("swap_space=1: must be 0 with enable_prefix_caching=False", {"enable_prefix_caching": False}),
         ("swap_space=0.001: a cache block takes", {"swap_space": 0.001, "kvcache_block_size": 4096}),
         ("swap_space=100000: this machine", {"swap_space": 100_000}),
@@ -524,9 +656,13 @@ def test_refusals(make_llm, tmp_path):
     ]:
         with pytest.raises(ValueError, match=re.escape(error)):
             make_llm(**{"swap_space": 1, "load_format": "dummy"} | settings)
-    for manager in (StateBlockManager(4, 16, True, 2, 4), WindowBlockManager(4, 16, True, 2, 20)):
-        with pytest.raises(ValueError, match="a state or with block tables of their own"):
-            check_manager(manager)
+    engine = TieredEngine(enable_prefix_caching=False)
+    with pytest.raises(ValueError, match="enable_prefix_caching=False: must be True"):
+        engine.use(SlowStore())
+    engine = TieredEngine()
+    engine.use(SlowStore())
+    with pytest.raises(ValueError, match="already has a connector, a SlowStore"):
+        engine.use(SlowStore())
 
 
 @pytest.mark.gpu
@@ -630,3 +766,150 @@ def test_embeddings(make_llm, make_tiered, requests):
     plain, tiered = make_llm(task="embed"), make_tiered(num_rows=500, task="embed")
     expected, found = ([x.embedding for x in llm.embed(prompts, use_tqdm=False)] for llm in (plain, tiered))
     assert np.allclose(expected, found, atol=1e-5) and tiered.stats()["tiers"]["loaded_blocks"] > 0
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def rows_of_file(i: int) -> list[np.ndarray]:
+    return [np.random.default_rng(i).integers(256, size=64, dtype=np.uint8) for _ in range(2)]
+
+
+def test_files_of_blocks(tmp_path):
+    """Blocks come back as they were. The least recently used files are deleted, also by a later engine."""
+    files, found = BlockFiles(tmp_path, max_bytes=1000), [np.zeros(64, np.uint8) for _ in range(2)]
+    for i in range(3):
+        files.add(~i, files.write(~i, [i, 7, 2**31 - 1], rows_of_file(i)))
+    files.touch(-1)
+    files.read(~1, [1, 7, 2**31 - 1], found)
+    np.testing.assert_array_equal(found, rows_of_file(1))
+    (tmp_path / "left over.tmp").write_bytes(b"torn")
+    os.utime(tmp_path / "left over.tmp", (0, 0))
+    size = files.write(5, [1], rows_of_file(5))
+    later = BlockFiles(tmp_path, max_bytes=3 * size + 16)  # too little for the four files
+    assert [i in later for i in (-1, -2, -3, 5)] == [True, False, True, True]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["-1.block", "-3.block", "5.block"]
+    with pytest.raises(OSError, match=r"-2\.block"):
+        files.read(~1, [1, 7, 2**31 - 1], found)  # the other engine has deleted this file
+
+
+def test_damaged_files(tmp_path):
+    """A file that is cut, longer, changed in any byte, or of other token ids is never read as right."""
+    files, found, ids = BlockFiles(tmp_path, 10**6), [np.zeros(64, np.uint8) for _ in range(2)], [3, 1, 4]
+    files.write(1, ids, rows_of_file(1))
+    path = tmp_path / "1.block"
+    whole = path.read_bytes()
+    damaged = [whole[:length] for length in range(len(whole))] + [whole + b"\0"]
+    damaged += [bytes([*whole[:i], whole[i] ^ 1, *whole[i + 1 :]]) for i in range(len(whole))]
+    for content in damaged:
+        path.write_bytes(content)
+        with pytest.raises(OSError, match=r"1\.block: (is|stores)"):
+            files.read(1, ids, found)
+    path.write_bytes(whole)
+    with pytest.raises(OSError, match="other token ids"):
+        files.read(1, [3, 1, 5], found)
+    files.read(1, ids, found)
+
+
+@pytest.fixture
+def restarted(monkeypatch, tmp_path):
+    """Return a function that starts an engine with `swap_dir`, lets it answer requests, and ends it."""
+    monkeypatch.setattr(host_blocks, "HostBlocks", HostBlocks)
+    monkeypatch.setattr(tiered_blocks, "IDLE_SECONDS", 0.001)
+
+    def run(model, requests, num_rows=60, **settings):
+        settings = SMALL | dict(swap_dir=str(tmp_path / "swap"), swap_space=gib(num_rows, model)) | settings
+        with LLM(model, dtype="float32", device="cpu", **settings) as llm:
+            found = answers(llm, requests)
+            return found, llm.stats()["tiers"]
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["few blocks", "chunks", "drafts"])
+def test_blocks_survive_a_restart(restarted, small_model, requests, expected, name):
+    """Also if host memory is so small that most blocks are only in files, and that some prefixes can't be loaded."""
+    for part in (slice(9), slice(17)):
+        tokens, tiers = restarted(small_model, requests[part], **SETTINGS_OF_ENGINES[name])
+        assert tokens == expected[part]
+    assert tiers["disk_blocks"] > 10 and (tiers["lost_copies"] == 0 or name == "few blocks")
+
+
+def test_states_and_windows_survive_a_restart(restarted, other):
+    for _ in range(2):
+        tokens, tiers = restarted(other.folder, other.requests[:9], num_rows=3000)
+        assert tokens == other.expected[:9]
+    assert tiers["disk_blocks"] > 10 and tiers["lost_copies"] == 0
+
+
+def test_bad_and_slow_files(restarted, small_model, requests, expected, monkeypatch, tmp_path, caplog):
+    """What can't be read is computed, and what can't be written is lost, with one warning."""
+    restarted(small_model, requests[:9])
+    files = sorted((tmp_path / "swap").rglob("*.block"))
+    for i, file in enumerate(files):
+        if i % 3 == 0:
+            file.write_bytes(file.read_bytes()[:-1])
+        elif i % 3 == 1:
+            file.unlink()
+    read, write = BlockFiles.read, BlockFiles.write
+
+    def slow_read(self, *arguments):
+        sleep(random.Random(arguments[0]).random() / 50)
+        read(self, *arguments)
+
+    def failing_write(self, block_hash, *arguments):
+        if block_hash % 2:
+            raise OSError(28, "No space left on device")
+        return write(self, block_hash, *arguments)
+
+    monkeypatch.setattr(BlockFiles, "read", slow_read)
+    monkeypatch.setattr(BlockFiles, "write", failing_write)
+    tokens, tiers = restarted(small_model, requests[:17], num_rows=20)
+    assert tokens == expected[:17] and tiers["disk_blocks"] > 0 and tiers["lost_copies"] > 1
+    assert sum("could not be" in record.message for record in caplog.records if record.levelname == "WARNING") == 1
+    assert not [*(tmp_path / "swap").rglob("*.tmp")]
+
+
+def test_files_are_bounded(restarted, small_model, requests, tmp_path):
+    restarted(small_model, requests[:17], swap_dir_space=gib(7, small_model))
+    files = [*(tmp_path / "swap").rglob("*.block")]
+    assert 3 <= len(files) <= 7
+
+
+def test_files_of_other_weights_are_not_used(small_model, requests, expected, tmp_path, monkeypatch):
+    """Neither after new weights in the same engine, nor with other files or another layout."""
+    monkeypatch.setattr(host_blocks, "HostBlocks", HostBlocks)
+    model = shutil.copytree(small_model, tmp_path / "model")
+    settings = SMALL | dict(dtype="float32", device="cpu", swap_dir=str(tmp_path / "swap"), swap_space=0.01)
+    weights = load_file(model / "model.safetensors")
+    changed = {name: 0.9 * weight for name, weight in weights.items()}
+
+    def run(**more) -> tuple[list, int]:
+        with LLM(str(model), **settings | more) as llm:
+            return answers(llm, requests[:9]), llm.stats()["tiers"]["disk_blocks"]
+
+    assert run() == (expected[:9], 0) and run()[1] > 0
+    with LLM(str(model), **settings) as llm:
+        llm.load_weights(changed.items())
+        others = answers(llm, requests[:9])
+        assert others != expected[:9] and llm.stats()["tiers"]["disk_blocks"] == 0
+    tokens, num_read = run()
+    assert tokens == expected[:9] and num_read > 0
+    assert run(kvcache_block_size=32)[1] == 0
+    save_file(changed, model / "model.safetensors")
+    assert run() == (others, 0)
+
+
+def test_refused_folders(make_llm, tmp_path):
+    (tmp_path / "file").touch()
+    for settings, message in {
+        (("swap_dir", ""), ("swap_space", 1)): "must be the path of a folder",
+        (("swap_dir", str(tmp_path / "file")), ("swap_space", 1)): "is not a folder",
+        (("swap_dir", str(tmp_path / "file" / "inside")), ("swap_space", 0.01)): "can't be used",
+        (("swap_dir", str(tmp_path)),): "needs swap_space",
+        (("swap_dir", str(tmp_path)), ("swap_space", 1), ("tensor_parallel_size", 2)): "tensor_parallel_size=2",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            make_llm(**dict(settings))
+    with pytest.raises(TypeError, match="swap_dir=3: must be a string"):
+        make_llm(swap_dir=3, swap_space=1)

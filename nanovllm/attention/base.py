@@ -12,7 +12,7 @@ from nanovllm.utils.context import Context
 
 
 class AttentionBackend:
-    """Computes the attention of a step, whose keys and values are already in the cache.
+    """Computes attention for a step. The step's keys and values are already in the cache.
 
     `heads` is a multiple of `kv_heads`, and query head `h` reads key-value head `h // (heads / kv_heads)`.
     """
@@ -30,18 +30,18 @@ class AttentionBackend:
 
     @staticmethod
     def supports(spec: AttentionSpec) -> bool:
-        """Return whether `attend` can compute this layer. If not, the next backend computes the whole model."""
+        """Return whether `attend` can compute this layer. A backend is used only if it supports all layers."""
         return not spec.is_special
 
     def set_head_shape(self, group: int, head_dim: int, dtype: torch.dtype) -> None:
-        """Prepare for an attention layer with `group` query heads per key-value head, before any step."""
+        """Before the first step, prepare for an attention layer with `group` query heads per key-value head."""
 
     def prepare_chunks(self, chunks: list[tuple[int, int]], first_row: int) -> dict[str, np.ndarray]:
-        """Return int32 arrays for `Context.backend_arrays`. The first chunk (start, end) is row `first_row`."""
+        """Return int32 arrays for `Context.backend_arrays`. Row `first_row` is the first chunk (start, end)."""
         return {}
 
     def array_shapes(self, num_tokens: int, num_chunks: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Return the names and largest shapes of the arrays from `prepare_chunks` in a CUDA graph."""
+        """Return the names and largest shapes that the arrays from `prepare_chunks` can have in a CUDA graph."""
         return ()
 
     def attend(self, q, cache: KVCache, context: Context) -> torch.Tensor:

@@ -12,7 +12,7 @@ from nanovllm.utils.context import Context
 
 
 class _Group(NamedTuple):
-    """The rows of one call: several sequences with one query each, or one sequence with several queries.
+    """The rows of one attention call: several sequences with one query each, or one sequence with several queries.
 
     The number of keys (L) is padded to a multiple of SPAN_SIZE, so that CPU kernels are compiled for fewer shapes.
     """
@@ -84,7 +84,7 @@ def _attend_in_steps(q, k, v, mask, spec) -> torch.Tensor:
     """Attend with a soft cap or sinks, for which PyTorch has no function.
 
     q is [..., kv_heads, group, M, head_dim], and k and v are [..., kv_heads, 1 or group, L, head_dim]. Without a mask,
-    query `i` sees keys 0 to `i`, unless there is a single query, which sees all keys.
+    a single query sees all keys, and query `i` of several queries sees keys 0 to `i`.
     """
     scores = (q @ k.transpose(-1, -2)).float() * (spec.scale or q.shape[-1] ** -0.5)
     if spec.soft_cap is not None:
@@ -133,7 +133,7 @@ def _padded(length: int) -> int:
 
 
 def _mask(bounds: torch.Tensor, num_keys: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """Return a mask [..., num_keys]: 0 for the last `window` keys before position `bounds` [..., 1], else -inf."""
+    """Return a mask [..., num_keys] with 0 for the last `window` keys before `bounds` [..., 1], and -inf elsewhere."""
     positions = torch.arange(num_keys, device=bounds.device)
     visible = positions < bounds
     if window is not None:

@@ -56,7 +56,7 @@ class TritonBackend(AttentionBackend):
 
 
 def query_tiles(chunks: list[tuple[int, int]], first_row: int, size: int) -> np.ndarray:
-    """Return the query tiles of the prefill kernel's programs as [N, 2] int32: row, first new token.
+    """Return the query tile of each program of the prefill kernel, as [N, 2] int32: the row, and the first new token.
 
     `chunks` contains the positions (start, end) of each chunk in its sequence, and a tile covers `size` tokens. Tiles
     with the most keys come first.

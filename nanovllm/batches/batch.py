@@ -53,7 +53,7 @@ class BatchShape(NamedTuple):
 
     @property
     def graph_shape(self) -> tuple[int, ...]:
-        """The fields before `num_sampled_seqs`, which select a CUDA graph."""
+        """The fields that select a CUDA graph: all fields before `num_sampled_seqs`."""
         return self[: self._fields.index("num_sampled_seqs")]
 
     @property
@@ -73,9 +73,10 @@ def _view(dims: Callable[[BatchShape], Dims], chunks_only: bool = False) -> Any:
 class Batch(Generic[Array]):
     """The int32 arrays of a step: NumPy arrays on the host, tensors on the device.
 
-    Fields with `chunks_only` are None in steps that only decode. For decode rows, the host fills `req_indices` to
-    `new_window_blocks`, and the device fills `input_ids` to `window_tables` (see `place_decodes` and `place_windows`).
-    Views whose shapes follow from `BatchShape.graph_shape` come first, because CUDA graphs read no other views.
+    Fields with `chunks_only` are None in steps that only decode. For decode rows, the host fills the fields from
+    `req_indices` to `new_window_blocks`. The device fills the fields from `input_ids` to `window_tables` (see
+    `place_decodes` and `place_windows`). CUDA graphs only read views whose shapes `BatchShape.graph_shape` determines,
+    so the buffer begins with these views.
     """
 
     shape: BatchShape
@@ -142,7 +143,7 @@ BATCH, BACKEND = "the batch itself", "the attention backend"  # owners of arrays
 
 @lru_cache(maxsize=1024)
 def _layout(shape: BatchShape) -> tuple[list[tuple[str, list[tuple[str, int, int, Dims]]]], int]:
-    """Return each owner's views as (name, begin, end, dimensions), and the buffer's size. Numbers count words."""
+    """Return views (name, begin, end, dimensions) of backend, batch and features, and the buffer's size, in words."""
     views_used = [view for view in VIEWS if shape.has_chunks or not view.metadata["chunks_only"]]
     batch_shapes = [(view.name, view.metadata["dims"](shape)) for view in views_used]
     layout, begin = [], 0
@@ -186,8 +187,8 @@ def prepare_batch(
 ) -> HostBatch:
     """Fill a step's batch, including the arrays of the backend and of features. `host_buffer` returns the memory.
 
-    If `shape` is larger than the step, empty sequences pad the batch. Padding stores nothing, and its sampled tokens
-    are dropped. The backend's arrays are padded with -1.
+    If `shape` is larger than the step, empty sequences pad the batch. Padding stores no keys or values, and tokens that
+    are sampled for padding are dropped. The backend's arrays are padded with -1.
     """
     new = step.new_seqs
     shape = shape._replace(
@@ -231,7 +232,7 @@ def _fill(array: np.ndarray, values: Any, padding: int) -> None:
 
 
 def _fill_chunks(batch: HostBatch, step: ScheduledStep, block_size: int, pad_req_index: int) -> None:
-    """Fill the rows and tokens of chunks, which follow the decode rows, and the arrays that locate the chunks."""
+    """Fill the chunks' rows and tokens after the decode rows, and the arrays that locate the chunks."""
     k, n = step.tokens_per_row, step.num_decodes * step.tokens_per_row
     lengths = np.array([1] * n + step.chunk_lens)
     ends = lengths.cumsum(dtype=np.int32)  # [B], into the flat tokens of the step
@@ -286,7 +287,7 @@ def _feature_shapes(arrays: FeatureArrays) -> tuple[tuple[str, ArrayShapes], ...
 
 
 def largest_batch(config: Config) -> int:
-    """Return the buffer size of the largest possible step, in words."""
+    """Return the buffer size of the largest possible step, in int32 words."""
     T, W, num_seqs = config.max_num_batched_tokens, config.max_blocks_per_seq, config.max_num_seqs
     B = num_seqs * config.tokens_per_row
     # other ranks ask before the runner has divided the layers among tables

@@ -21,8 +21,7 @@ from nanovllm.utils.context import Context, attention_context
 class BatchRunner(ModelRunner):
     """Replaces the plain ModelRunner if steps overlap, if there are several ranks, or if tokens are drafted.
 
-    Sampled tokens stay on the device in RequestTables, where the next step reads them. So the next step can be queued
-    before the host knows the tokens.
+    Sampled tokens stay on the device in RequestTables, so the next step can be queued before the host knows the tokens.
 
     On a CPU, this class computes each step immediately. On CUDA, the subclass in cuda/runner.py queues steps and
     replays graphs.
@@ -56,7 +55,7 @@ class BatchRunner(ModelRunner):
         return prepare_batch(step, shape, backend_arrays, arrays, self.host_buffer, *sizes)
 
     def padded(self, shape: BatchShape) -> BatchShape:
-        """Return the shape in which a step is computed. A subclass may add padding."""
+        """Return the shape to compute, which a subclass may enlarge with padding."""
         return shape
 
     def host_buffer(self, shape: BatchShape) -> np.ndarray:
@@ -75,7 +74,7 @@ class BatchRunner(ModelRunner):
 
     @torch.inference_mode()
     def compute(self, batch: HostBatch) -> tuple[torch.Tensor, ForwardOutput]:
-        """Run a batch. Return the results in host memory (valid when the step ends), and the output on the device."""
+        """Run a batch. Return the results in host memory, valid when the step ends, and the output on the device."""
         with self.few_threads(batch.shape.num_tokens):
             output = self.forward(batch.to(self.device))
             return output.results.cpu(), output

@@ -1,7 +1,7 @@
 """Defines the device's tables of running requests, which each step reads and updates.
 
-With drafts, the host learns later how many tokens a step adds to a sequence. So the device, not the host, computes the
-positions and slots of the next step.
+With drafts, the host prepares a step before it knows how many tokens the previous step added. The device therefore
+computes the positions and slots of a step.
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from nanovllm.kernels import operation
 
 
 class RequestTables(NamedTuple):
-    """Int32 arrays, indexed by request. The last row is for padding, and contains zeros (greedy sampling)."""
+    """Int32 arrays, indexed by request. The last row is for padding. Its zeros select greedy sampling."""
 
     last_token_ids: torch.Tensor  # [requests, K]: the last token, then drafts; -1: no draft
     num_tokens: torch.Tensor  # [requests], including the last token

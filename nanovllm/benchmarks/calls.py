@@ -12,7 +12,7 @@ from nanovllm.benchmarks.requests import Request, number_of
 
 
 def time_alternately(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each call in each round, after a warm-up.
+    """Return how many seconds each call takes in each round, after a warm-up.
 
     Every other round reverses the order of the calls.
     """

@@ -1,4 +1,4 @@
-"""Runs HTTP clients as a program. Each client sends one request at a time.
+"""Runs HTTP clients as a program.
 
 The clients must not be the bottleneck, so `http.py` runs several processes, which import only the standard library.
 Each process receives pickled arguments of `drive`.
@@ -64,7 +64,7 @@ class Client:
         self._status, self._num_missing = int(match[1]), int(length[1]) if length else -1
 
     def _read_chunks(self, data: bytes) -> bool:
-        """Add all complete chunks to the body, and return whether they include the last chunk."""
+        """Add all complete chunks to the body, and return whether the body is complete."""
         while data:
             size_text, _, chunk = data.partition(b"\r\n")
             try:
@@ -81,7 +81,7 @@ class Client:
         return False
 
     def check(self, num_tokens: int) -> None:
-        """Raise AnswerError if the answer's status, its last bytes or the token count in `usage` are wrong."""
+        """Raise AnswerError if the status, the last bytes or the token count of the answer is wrong."""
         body = b"".join(self._body)
         counts = NUM_TOKENS.findall(body)
         if self._status != 200:
@@ -98,8 +98,8 @@ def drive(
 ) -> tuple[float, float, float, list[list[float]]]:
     """Send the numbered requests. Each client sends its next request when its previous request is answered.
 
-    Returns the start time, the end time, and the CPU time in between (all in seconds), and the `Client.times` of each
-    request. Raises AnswerError unless every answer has exactly `num_tokens` tokens.
+    Returns the start time, the end time and the CPU time of this process (all in seconds), and the `Client.times` of
+    each request. Raises AnswerError unless every answer has exactly `num_tokens` tokens.
     """
     waiting = iter(requests)
     client = None
@@ -131,7 +131,7 @@ def drive(
 
 
 def main() -> None:
-    """Run jobs from standard input until it closes, and write their results or error messages to standard output."""
+    """Run jobs from standard input until its end, and write each result or error message to standard output."""
     while True:
         try:
             job = pickle.load(sys.stdin.buffer)

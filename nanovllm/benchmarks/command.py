@@ -118,7 +118,7 @@ def compare_engines(args: argparse.Namespace, settings: dict[str, Any], config: 
 
 
 def requested(args: argparse.Namespace, config: Config) -> tuple[Workloads, Workloads, list[Panel]]:
-    """Return the workloads that have one table each, the workloads of sweeps, and the tables of sweeps."""
+    """Return the workloads of `throughput`, the workloads of `sweeps`, and the tables of `sweeps`."""
     workloads = throughput.workloads(args, config)
     swept: Workloads = {}
     panels: list[Panel] = []

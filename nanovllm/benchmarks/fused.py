@@ -1,4 +1,4 @@
-"""Implements `nanovllm show-fused MODEL`, which lists the modules that CUDA fuses and measures the time saved."""
+"""Implements `nanovllm show-fused MODEL`, which lists modules that are fused on CUDA, and times steps."""
 
 import argparse
 from collections import Counter
@@ -72,7 +72,7 @@ def make_fused(model: str, settings: dict[str, Any]) -> Any:
 
 
 def plain_name(module: Any) -> str:
-    """Return the name of a module's class before the module was fused."""
+    """Return the class name that a module had before it was fused."""
     return type(module).__bases__[1].__name__
 
 
@@ -100,7 +100,7 @@ def without(names: tuple[str, ...]) -> Iterator[None]:
 def step_times(
     model: str, settings: dict[str, Any], left_out: tuple[str, ...] = ("no such class",)
 ) -> dict[str, float]:
-    """Disable the forms in `left_out`, and time each kind of step. Return microseconds (minimum of three runs)."""
+    """Disable the forms in `left_out`, and time each kind of step. Return microseconds, the minimum of three runs."""
     from nanovllm import LLM, SamplingParams
 
     with without(left_out), LLM(model, device="cuda", enable_prefix_caching=False, **settings) as llm:
@@ -122,7 +122,7 @@ def step_times(
 
 
 def measure(model: str, settings: dict[str, Any], fused: list[str]) -> None:
-    """Print the time of a step, and how much longer the step takes without each group of forms."""
+    """Print the time of a step, and how much longer the step takes without each group of fused forms."""
     import torch
 
     base = run_in_process(step_times, model, settings)

@@ -1,4 +1,4 @@
-"""Measures the host time of a step, for the workload `host`. No model runs, so this works on any machine."""
+"""Measures the host time of a step, for the workload `host`. No model runs, so the workload runs on any machine."""
 
 import random
 from dataclasses import replace

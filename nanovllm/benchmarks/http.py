@@ -206,7 +206,7 @@ def row(load: str, engine: str, result: LoadResult) -> list[str]:
 
 
 def busy(result: LoadResult) -> list[str]:
-    """Describe each busy process and its busy threads, numbered in the order of their creation."""
+    """Describe each busy process and its busy threads. Threads are numbered in the order of their creation."""
     shares: dict[int, list[tuple[str, float]]] = {}
     for (pid, _), (name, seconds) in sorted(result.threads.items()):
         shares.setdefault(pid, []).append((name, 100 * seconds / result.seconds))

@@ -61,7 +61,7 @@ def limits(requests: list[Request], config: Config, rates: Rates) -> Limits:
 
 
 def least_steps(requests: list[Request], config: Config, rates: Rates) -> tuple[Steps, Steps]:
-    """Return the prompt steps and the decode steps of a run.
+    """Return the reading time and the multiplying time of each prompt step and of each decode step of a run.
 
     All requests arrive at once. The requests start in order. A request starts as soon as fewer than `max_num_seqs`
     requests run.
@@ -129,7 +129,7 @@ class StepCosts:
     def _weight_bytes(self, num_tokens: float) -> float:
         """Return how many bytes of weights a step reads.
 
-        In a mixture of experts, this is the expected value if the router chooses all experts with equal probability.
+        For a mixture of experts, return the expected number if the router chooses all experts with equal probability.
         """
         num_weights: float = self.weights
         if moe := self.shape.moe:

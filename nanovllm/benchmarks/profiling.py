@@ -86,7 +86,7 @@ def shortened(requests: list[Request]) -> list[Request]:
 
 
 def row(times: Counter[str], num_steps: int, least: Steps) -> list[str]:
-    """Return the cells of a row that follow the number of steps. `least` comes from `least_steps`."""
+    """Return the cells of a row, except for the name and the number of steps. `least` comes from `least_steps`."""
     reads, multiplies = map(sum, zip(*least))
     cells = [*(times[kind] for kind in COLUMNS), sum(times.values()), sum(map(max, least)) * 1e6]
     return [*(number(us / num_steps, 0) for us in cells), "reading" if reads > multiplies else "multiplying"]
@@ -99,7 +99,7 @@ def read_trace(file: Path) -> list[Event]:
 
 
 def split(events: list[Event]) -> tuple[list[Event], list[Event]]:
-    """Split events after the last step that computes prompts."""
+    """Split the events at the end of the last step that computes prompts."""
     end = max((i for i, event in enumerate(events) if OF_PROMPTS in event.name), default=0)
     while end < len(events) and kind_of(events[end].name) != SAMPLER:
         end += 1

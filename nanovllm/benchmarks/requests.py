@@ -14,8 +14,8 @@ class Request:
     """A request of a benchmark.
 
     arrival: when the request is due, in seconds from the start of the run.
-    previous: the index of the previous turn of a conversation, if there is one. The prompt then follows the previous
-        turn's prompt and answer, and `arrival` counts from the end of the answer.
+    previous: the index of the previous turn of a conversation, if there is one. With a previous turn, `prompt` follows
+        the prompt and the answer of that turn, and `arrival` counts from the end of that answer.
     """
 
     prompt: list[int]
@@ -108,7 +108,7 @@ def conversations(
 
 
 def by_turn(requests: list[Request]) -> dict[int, list[int]]:
-    """Return the indices of the requests by turn, counted from 1."""
+    """Return the indices of the requests of each turn. Turns are counted from 1."""
     turns: list[int] = []
     for request in requests:
         turns.append(1 if request.previous is None else turns[request.previous] + 1)

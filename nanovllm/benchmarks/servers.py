@@ -48,8 +48,8 @@ def running_server(module: str, arguments: Sequence[str]) -> Iterator[Server]:
     """Run the server `python -m module` on a free port during a `with` block.
 
     The block starts when the server is ready. When the block ends, the server and its child processes stop. The server
-    has a new session, so Ctrl-C does not reach it. If the block fails, the last lines of the server's log are printed.
-    Raises RuntimeError if the server does not start.
+    runs in a new process session, so Ctrl-C does not reach the server. If the block fails, the last lines of the
+    server's log are printed. Raises RuntimeError if the server does not start.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -74,7 +74,7 @@ def running_server(module: str, arguments: Sequence[str]) -> Iterator[Server]:
 
 @contextmanager
 def ended_by_exceptions() -> Iterator[None]:
-    """During a `with` block, make signals that would end this process at once raise SystemExit instead."""
+    """During a `with` block, raise SystemExit for signals that would otherwise end this process at once."""
     handlers = {number: signal.signal(number, lambda number, _: sys.exit(128 + number)) for number in ENDING_SIGNALS}
     try:
         yield
@@ -97,7 +97,7 @@ def wait_until_ready(process: subprocess.Popen, port: int) -> None:
 
 
 def end(process: subprocess.Popen) -> None:
-    """End the server with SIGTERM, as a user would. Then kill the remaining processes of its session."""
+    """End the server with SIGTERM, as a user would. Then kill the remaining processes of the server's session."""
     try:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):

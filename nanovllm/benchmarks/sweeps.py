@@ -57,7 +57,7 @@ def median_lengths(args: argparse.Namespace, config: Config) -> tuple[int, int]:
 def rates_of_cpu(args: argparse.Namespace, settings: dict[str, Any], config: Config) -> list[float]:
     """Briefly measure this CPU's highest request rate.
 
-    Return 30, 60 and 90% of this rate, because no fixed rates suit all CPUs.
+    Return 30, 60 and 90% of the highest rate, because no fixed rates suit all CPUs.
     """
     vocab_size, medians, highest = config.model_config.vocab_size, median_lengths(args, config), 0.0
     with progress("the highest rate of requests:"):
@@ -98,10 +98,10 @@ def add_turns(results: Results, workloads: Workloads) -> None:
 def latency_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, list[Panel]]:
     """Make the workload `latency`. Leave out lengths above the bounds.
 
-    If fewer than three lengths remain, add fractions of the bound, so that there is a curve to draw.
+    If fewer than three lengths remain, add fractions of the bound, so that the plot is a curve.
 
     All decode runs with the same context length have the same token ids. After the first run, the prefix cache contains
-    these contexts, so all sequences start to decode together.
+    the contexts, so all sequences start to decode together.
     """
     vocab_size, max_input_len = config.model_config.vocab_size, args.max_input_len or config.max_model_len
     num_runs = args.num_seqs or (5 if config.device == "cpu" else 20)

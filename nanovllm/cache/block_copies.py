@@ -7,12 +7,14 @@ import torch
 
 
 def block_parts(token_ids: torch.Tensor, caches: dict[Any, list[torch.Tensor]], block_id: int) -> list[torch.Tensor]:
-    """Return views of everything that the cache stores for a block. `copy_blocks` explains the arguments.
+    """Return views of everything that the cache stores for a block or a state. `copy_blocks` explains the arguments.
 
-    The views are the block's token ids, and tensors [*, layers, *] of each group of layers.
+    The views are the block's token ids, and tensors [*, layers, *] of each group of layers. A state has no token ids.
     """
-    tensors = [tensor for spec, found in caches.items() if not spec.of_states for tensor in found]
-    return [token_ids[block_id], *(tensor[:, :, block_id] for tensor in tensors)]
+    of_states, num_blocks = block_id >= len(token_ids), len(token_ids)
+    tensors = [tensor for spec, found in caches.items() if spec.of_states == of_states for tensor in found]
+    parts = [tensor[:, :, block_id - of_states * num_blocks] for tensor in tensors]
+    return parts if of_states else [token_ids[block_id], *parts]
 
 
 @torch.inference_mode()

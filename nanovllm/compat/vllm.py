@@ -1,8 +1,8 @@
 """Implements vLLM's interface for offline generation.
 
 Import names from this module, for example `from nanovllm.compat.vllm import LLM, SamplingParams`. If a program imports
-vLLM itself, call `install()` first. Then `import vllm` returns this module. Imports of the submodules in MODULES do the
-same. A name that this module lacks raises ImportError or AttributeError.
+vLLM itself, call `install()` first. Then `import vllm`, and imports of the submodules in MODULES, return this module. A
+name that this module lacks raises ImportError or AttributeError.
 """
 
 import gc
@@ -41,7 +41,7 @@ VLLMValidationError = ValueError
 
 
 class NCCLWeightTransferEngine:
-    """A placeholder, which can't be used, for vLLM's class that sends weights to a server. TRL always imports it."""
+    """An unusable placeholder for vLLM's class that sends weights to a server. TRL always imports it."""
 
     def __init__(self, *args: Any, **options: Any):
         raise NotImplementedError("weights are sent by NCCL to vLLM's server only: here, call LLM.load_weights")

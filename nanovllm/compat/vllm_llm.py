@@ -80,7 +80,7 @@ class LLM(PoolingCalls):
 
     @property
     def model_executor(self) -> SimpleNamespace:
-        """The attributes through which trainers reach vLLM's model, here only its `load_weights`."""
+        """The chain of attributes through which trainers call `load_weights` of vLLM's model."""
         model = SimpleNamespace(load_weights=self.load_weights)
         return SimpleNamespace(driver_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)))
 
@@ -121,7 +121,8 @@ class LLM(PoolingCalls):
     ) -> list[RequestOutput]:
         """Return the complete answers. Raises the same errors as our `generate`.
 
-        use_tqdm: whether to show our progress bar. A function, which vLLM would call to make the bar, counts as True.
+        use_tqdm: whether to show our progress bar. If `use_tqdm` is a function, our bar is shown, and the function is
+            not called.
         tokenization_kwargs: may contain `add_special_tokens` and `truncate_prompt_tokens`, the number of last tokens of
             a prompt to keep.
         """
@@ -190,7 +191,7 @@ class LLM(PoolingCalls):
             yield BeamSearchSequence(tokens, beam.cumulative_logprob, self.tokenizer.decode(tokens))
 
     def _prompt(self, prompt: Any, add_special_tokens: bool = True, truncate_prompt_tokens: int | None = None) -> Any:
-        """Drop unused keys from a prompt."""
+        """Drop unused keys from a prompt, and tokenize or truncate the prompt if the arguments require it."""
         if isinstance(prompt, dict):
             prompt = select("key of a prompt", prompt, (*PROMPT_KEYS, "multi_modal_data"), UNUSED)
         given_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt

@@ -34,7 +34,7 @@ class PoolingParams(pooling_params.PoolingParams):
 
 @dataclass
 class PooledData:
-    """The data of an output. vLLM has a class with some of these attributes for each task."""
+    """The data of an output. For each task, vLLM has a separate class with some of these attributes."""
 
     embedding: list[float]
 
@@ -91,9 +91,9 @@ class PoolingCalls(nanovllm.LLM):
     def score(  # type: ignore[override]
         self, data_1: Any, data_2: Any, *, use_tqdm: Any = True, pooling_params: Any = None, **unused: Any
     ) -> list[PoolingRequestOutput]:
-        """Return the relevance of `data_2` for `data_1`. Raises the same errors as our `score`.
+        """Return the relevance of documents (`data_2`) for queries (`data_1`). Raises the same errors as our `score`.
 
-        As in vLLM, the tokenizer joins the two texts, which already contain the template of the reranker.
+        As in vLLM, the tokenizer joins query and document, which already contain the template of the reranker.
         """
         check_task(self.config, "score")
         prompts = [{"prompt_token_ids": self.tokenizer(*pair)["input_ids"]} for pair in pairs_of(data_1, data_2)]

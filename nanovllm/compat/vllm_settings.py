@@ -128,7 +128,7 @@ STRUCTURED_OUTPUTS_CONFIG = {
 
 
 def translate(settings: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Translate settings to the names in `known`. The given names may be vLLM's.
+    """Translate vLLM's names of settings to ours, which are in `known`.
 
     Raises ValueError for an unsupported value of a vLLM setting. Raises TypeError for an unknown name, and for a
     setting that is given under both vLLM's name and ours.

@@ -38,7 +38,7 @@ class _AccessDesc(ctypes.Structure):
 class Arena(TorchDispatchMode):
     """A set of tensors whose memory is freed and allocated together.
 
-    Within a `with` block, `torch.empty` on the device allocates from the arena, except for tensors below 2 MiB, the
+    Within a `with` block, `torch.empty` on the device allocates tensors of at least 2 MiB from the arena. 2 MiB is the
     granularity of physical memory. The address range of a tensor is released with the tensor.
     """
 
@@ -93,12 +93,12 @@ class Arena(TorchDispatchMode):
         return sum(found.size for found in ranges)
 
     def drop_copies(self) -> int:
-        """Drop the host copies. Return 0, the number of freed device bytes."""
+        """Drop the host copies. Return 0, because no device memory is freed."""
         self._copies = {}
         return 0
 
     def map(self) -> None:
-        """Allocate uninitialized memory for all tensors again. On torch.OutOfMemoryError, no tensor has memory."""
+        """Allocate uninitialized memory for all tensors. If torch.OutOfMemoryError is raised, no tensor has memory."""
         with ExitStack() as undo:
             for found in [*self._ranges.values()]:
                 found.map(self._prop, self._access)

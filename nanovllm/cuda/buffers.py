@@ -20,7 +20,7 @@ class StepBuffers(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Memory for batches and results: two steps on the host, one batch on the device."""
+    """Host memory for the batches and results of two steps, and device memory for one batch."""
 
     host: DoubleBuffer[StepBuffers]
     device: torch.Tensor
@@ -44,7 +44,7 @@ def to_device(batch: HostBatch, buffer: torch.Tensor) -> DeviceBatch:
 def host_memory(size: int, num_result_words: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate int32 memory for two steps: batches [2, size], and results [2, num_result_words].
 
-    The results of a sequence contain up to `tokens_per_row` token ids and their count, or the bits of a vector.
+    A sequence's results are up to `tokens_per_row` token ids and their count or, with pooling, the bits of a vector.
     """
     options = dict(dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     return torch.zeros(2, size, **options), torch.zeros(2, num_result_words, **options)

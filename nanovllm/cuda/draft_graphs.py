@@ -17,9 +17,9 @@ ROWS = 16, 64, 256, 1024, 2048
 class DraftGraphs:
     """CUDA graphs of a drafter, one per size in `capture_sizes` up to the largest batch that may draft.
 
-    Each graph computes the rows that the drafter lacks, and then all drafts of a step. A graph writes the drafts to
-    RequestTables, where the graph of the step reads them. More graphs, one per size in ROWS, compute rows of prompts,
-    so that the drafter catches up with the model.
+    Each graph computes the rows of tokens that are new to the drafter, and then all drafts of a step. A graph writes
+    the drafts to RequestTables, where the graph of the step reads them. For each size in ROWS, another graph computes
+    prompt rows, so that the drafter catches up with the model.
     """
 
     def __init__(self, config: Config, drafter: Any, pad_req_index: int, pool: Any):
@@ -41,7 +41,7 @@ class DraftGraphs:
             self.chunks[size] = capture(partial(drafter.forward_chunks, *rows), pool)[0], *rows
 
     def run(self, req_indices: torch.Tensor, num_drafts: torch.Tensor, num_steps: int) -> None:
-        """Replay a graph of `DraftModel.draft_chains`. If no graph is large enough, call the method directly."""
+        """Replay a graph of `DraftModel.draft_chains`, or call `draft_chains` if no graph is large enough."""
         n = len(req_indices)
         size = next((size for size in self.sizes if size >= n), None)
         if size is None:
@@ -52,7 +52,7 @@ class DraftGraphs:
         self.graphs[size].replay()
 
     def run_chunks(self, context: Context, token_slots: torch.Tensor, positions: torch.Tensor) -> None:
-        """Replay a graph of `DraftModel.forward_chunks`. If no graph is large enough, call the method directly."""
+        """Replay a graph of `DraftModel.forward_chunks`, or call `forward_chunks` if no graph is large enough."""
         n, num_seqs = len(positions), len(context.context_lens)
         size = min((size for size in self.chunks if size >= n), default=None)
         if size is None or num_seqs > MAX_CHUNKS:
@@ -71,7 +71,7 @@ class DraftGraphs:
 
 
 def padded_chunks(config: Config, drafter: Any, num_rows: int) -> tuple[Context, torch.Tensor, torch.Tensor]:
-    """Return the arguments of `DraftModel.forward_chunks` with `num_rows` rows of padding."""
+    """Return arguments for `DraftModel.forward_chunks` that consist of `num_rows` padding rows."""
     num_seqs = min(num_rows, MAX_CHUNKS)
     ints = lambda *dims, value=0: torch.full(dims, value, dtype=torch.int32, device=drafter.num_computed.device)
     arrays = drafter.backend.array_shapes(num_rows, num_seqs)

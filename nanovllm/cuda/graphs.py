@@ -29,7 +29,7 @@ def capture_sizes(max_num_seqs: int, fills_tiles: bool) -> list[int]:
 
 
 def capture(work: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Capture `work`. Return the graph and the result of `work`. Each replay overwrites the result's tensors."""
+    """Capture `work`, and return the graph and the result of `work`. Each replay overwrites the result's tensors."""
     graph = torch.cuda.CUDAGraph()
     # thread_local: other threads may use CUDA during the capture
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -62,9 +62,9 @@ def decode_shapes(config: Config) -> list[BatchShape]:
 class DecodeGraphs:
     """CUDA graphs of decode steps with the model and the sampler, one per shape in `decode_shapes`.
 
-    A graph copies its batch from pinned host memory, and its results to host memory. Between two steps, the host only
-    launches the next graph. There are two host buffers, so the host prepares a step while the previous step runs. Host
-    and device each store the index of their current buffer, and each replay advances both.
+    A graph first copies the batch from pinned host memory, and finally copies the results to host memory. Between two
+    steps, the host only launches the next graph. There are two host buffers, so the host can prepare a step while the
+    previous step runs. Host and device each store the index of their current buffer, and each replay advances both.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class DecodeGraphs:
     def replay(self, shape: BatchShape) -> tuple[torch.Tensor, ForwardOutput]:
         """Run the batch in the current host buffer. Return the step's results in host memory, and the device's output.
 
-        The results are valid until the second replay after this replay begins.
+        The results stay valid during the next replay, and are overwritten by the replay after that.
         """
         self.graphs[shape.graph_shape].replay()
         output = self.outputs[shape.graph_shape]
@@ -139,7 +139,7 @@ def graph_shapes(config: Config, backend: AttentionBackend) -> list[BatchShape]:
     """Return the shapes to capture for steps with prefill chunks. A step uses the first shape into which it fits.
 
     Only short steps are captured, because launching their kernels takes longer than running them. Before
-    `max_num_mixed_tokens` is known, return all shapes that might be captured. With drafts, there are more shapes.
+    `max_num_mixed_tokens` is known, return all shapes that might be captured.
     """
     largest = min(config.max_num_mixed_tokens or TOKEN_SIZES[-1], config.max_num_batched_tokens, TOKEN_SIZES[-1])
     sizes = [*(size for size in TOKEN_SIZES if size < largest), largest]
@@ -169,9 +169,9 @@ def graph_shapes(config: Config, backend: AttentionBackend) -> list[BatchShape]:
 class MixedGraphs:
     """CUDA graphs of steps with prefill chunks.
 
-    One graph per `graph_shape` runs the model, and one graph per number of rows runs the sampler. A joint graph would
-    compute logits for all tokens of a chunk. The sizes of new requests' sampling parameters and of features' arrays
-    differ from step to step, so `replay` writes them before the graphs run.
+    One graph per `graph_shape` runs the model, and one graph per number of rows runs the sampler. A single graph for
+    model and sampler would compute logits for all tokens of a chunk. New requests' sampling parameters and features'
+    arrays have different sizes in each step, so `replay` writes them to the device before the graphs run.
     """
 
     def __init__(

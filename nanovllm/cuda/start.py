@@ -1,6 +1,6 @@
 """Starts a rank on CUDA: compiles kernels, measures memory and time, and captures graphs.
 
-A CUDAModelRunner passes itself as `runner`, after it has loaded its model.
+A CUDAModelRunner that has loaded its model passes itself as `runner` to these functions.
 """
 
 import sys
@@ -34,7 +34,7 @@ def has_graphs(runner: "CUDAModelRunner") -> bool:
 
 
 def warm_up_rest(runner: "CUDAModelRunner") -> None:
-    """After graphs are captured, compile the remaining kernels, time drafts, and clear the tables."""
+    """After graphs are captured, compile the remaining kernels, measure the time of drafts, and clear the tables."""
     if runner.mixed_graphs is None:
         warm_up_kernels(runner)
     for length in warm_up_lengths(runner.config):
@@ -49,8 +49,8 @@ def warm_up_rest(runner: "CUDAModelRunner") -> None:
 def threads_in_turn() -> Iterator[None]:
     """Within a `with` block, let a waiting thread get the GIL after 0.1 ms instead of 5 ms.
 
-    The tokenizer's imports hold the GIL for more than a second. Meanwhile, a thread that calls CUDA or reads a file
-    must wait to get the GIL back.
+    The tokenizer's imports hold the GIL for more than a second. During these imports, a thread that calls CUDA or reads
+    a file must wait to get the GIL back.
     """
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
@@ -69,7 +69,7 @@ def hash_compiler() -> None:
 
 
 def memory_left(runner: "CUDAModelRunner", memory_before: int) -> int:
-    """Return the cache's size limit in bytes: our share of device memory minus the peak of the largest step."""
+    """Return the cache's size limit in bytes: this rank's share of device memory minus the peak of the largest step."""
     config = runner.config
     peak = peak_of_largest_step(runner)
     free, total = torch.cuda.mem_get_info(runner.device)
@@ -141,9 +141,8 @@ def milliseconds_per_token(runner: "CUDAModelRunner") -> float:
 def compile_kernels(runner: "CUDAModelRunner") -> None:
     """Compile the kernels of the captured steps and of the longest step in parallel. No kernel runs.
 
-    Otherwise, Triton would compile each kernel at the kernel's first launch. A step may need other kernels when its
-    number of tokens, or this number minus 128, passes a power of two. Kernels that are not compiled here are compiled
-    at their first launch.
+    The kernels that a step needs may change when its number of tokens n, or n - 128, exceeds a power of two. Kernels
+    that are not compiled here are compiled at their first launch.
     """
     from nanovllm.kernels.launch.dependent_launch import compile_only
 
@@ -248,7 +247,7 @@ def warm_up_kernels(runner: "CUDAModelRunner") -> None:
 
 @torch.inference_mode()
 def catch_up_drafter(runner: "CUDAModelRunner", num_seqs: int, length: int) -> None:
-    """If there is a drafter, compute the drafter's first `length` rows for each of the first `num_seqs` requests."""
+    """For each of the first `num_seqs` requests, compute the first `length` rows of the drafter, if there is one."""
     if (drafter := runner.features["spec_decode"].drafter) is not None:
         req_indices = torch.arange(num_seqs, device=runner.device)
         drafter.compute_chunks(req_indices, 0 * req_indices, 0 * req_indices + length)

@@ -1,10 +1,10 @@
 """Draft tokens in a layer with the gated delta rule.
 
-A state can't be rolled back, so unverified drafts never update it. In each step, the first token of a sequence is
-certain, because it is not a draft. The state after this token is stored, and the drafts are computed from this state.
-For each draft, the layer stores the draft's inputs instead of a state. The inputs need about a hundredth of a state's
-memory. The next step computes the accepted drafts again to update the state. This definition is meant for a CPU,
-because the host reads the number of accepted drafts.
+A state can't be rolled back, so unverified drafts never update it. A sequence's first token in a step is never a draft.
+The layer stores the state after this token, and computes the drafts from this state. For each draft, the layer stores
+the draft's inputs instead of a state. The inputs need about a hundredth of a state's memory. The next step processes
+the accepted drafts again to update the state. These plain definitions are meant for a CPU, because they read the number
+of accepted drafts on the host.
 """
 
 from typing import Any
@@ -28,8 +28,8 @@ def delta_net_drafts(qkvz, ba, layer: GatedDeltaNet, states: State, rows, contex
     """Compute `delta_net_step` for a token and k - 1 drafts of each of B sequences.
 
     qkvz [B * k, channels + heads * value_dim]; ba [B * k, 2 heads]; out [B * k, heads * value_dim]
-    context_lens [B * k]: the position of each token plus 1. If a token's value is not larger than the previous token's
-        value, the token is a copy of the previous token.
+    context_lens [B * k]: the position of each token plus 1. If a token's `context_lens` is not larger than the previous
+        token's, the token is a copy of the previous token.
     count [1] int32: if given, how many of the B * k tokens are not padding
     """
     assert states.kept_drafts is not None
@@ -51,7 +51,7 @@ def delta_net_drafts(qkvz, ba, layer: GatedDeltaNet, states: State, rows, contex
 
 
 def _replay(layer: GatedDeltaNet, states: State, rows: torch.Tensor, counts: torch.Tensor) -> None:
-    """Update the states in `rows` [B] with the first `counts[b]` kept drafts of each sequence b."""
+    """For each sequence b, update the state in row `rows[b]` with the first `counts[b]` kept drafts."""
     some = counts.nonzero()[:, 0]
     if not len(some):
         return

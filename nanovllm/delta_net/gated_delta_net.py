@@ -1,7 +1,7 @@
 """The gated delta rule: a layer with a fixed-size state instead of attention (Yang et al. 2024, arXiv:2412.06464).
 
-Each head stores an associative memory: a matrix S [value_dim, key_dim]. For each token, S first decays. Then S changes
-so that S k, the value that S returns for the token's key, moves towards the token's value by the fraction beta.
+Each head stores an associative memory: a matrix S [value_dim, key_dim]. For each token, S first decays. S k is the
+value that S returns for the token's key. S changes so that S k moves towards the token's value by the fraction beta.
 Finally, S is multiplied by the token's query:
 
     S = exp(log_decay) S;  S = S + beta (v - S k) k^T;  out = S q
@@ -64,7 +64,7 @@ def delta_rule_step(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, torc
 
 
 def _read(state: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return `state @ key`: [..., value_dim]. On a CPU, `key @ state.mT` is much faster."""
+    """Return `state @ key`, [..., value_dim]. On a CPU, the equivalent `key @ state.mT` is much faster."""
     return (key[..., None, :] @ state.mT)[..., 0, :]
 
 
@@ -116,8 +116,9 @@ class GatedDeltaNet(nn.Module):
     ):
         """Create the layer.
 
-        `weights` contains the argument `weights` of two ScatteredColumnParallelLinear layers: the first layer computes
-        q, k, v and z, and the second layer computes b and a. `state_dtype` is the dtype of the stored matrices.
+        `weights` is a pair: the argument `weights` for each of two ScatteredColumnParallelLinear layers. The first
+        layer computes q, k, v and z, and the second layer computes b and a. `state_dtype` is the dtype of the stored
+        matrices.
         """
         super().__init__()
         tp = get_construction().tp
@@ -138,7 +139,7 @@ class GatedDeltaNet(nn.Module):
     def captures_chunks(self) -> bool:
         """Whether CUDA graphs can contain chunks.
 
-        CUDA graphs can contain the kernels, but not the definition, because the definition reads lengths on the host.
+        CUDA graphs can contain chunks only if a kernel computes them: the plain definition reads lengths on the host.
         """
         return "delta_net_chunks" in ops_for(self.A_log.device)
 
@@ -152,7 +153,7 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj(self.mix(self.in_proj_qkvz(x), self.in_proj_ba(x)))
 
     def mix(self, qkvz: torch.Tensor, ba: torch.Tensor) -> torch.Tensor:
-        """Compute everything between the projections, and update the states of the step's sequences.
+        """Compute everything between the input and output projections, and update the states of the step's sequences.
 
         qkvz is [T, channels + heads * value_dim], and ba is [T, 2 heads]. The result is [T, heads * value_dim].
         """
@@ -176,7 +177,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def ranges_of_rank(sizes: tuple[int, ...], tp: TensorParallel) -> tuple[range, ...]:
-    """Return the row ranges of a rank in a weight that concatenates layers with these `sizes`."""
+    """For a weight that concatenates layers with these `sizes`, return the row ranges of a rank."""
     starts = (sum(sizes[:i]) for i in range(len(sizes)))
     return tuple(range(start, start + size)[tp.local_slice(size)] for start, size in zip(starts, sizes))
 
@@ -186,7 +187,7 @@ def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -
     """Compute convolution, gates, delta rule and gated norm for one token of each of B sequences. Fill `out`.
 
     qkvz [B, channels + heads * value_dim]; ba [B, 2 heads]; out [B, heads * value_dim]; layer: a GatedDeltaNet
-    rows [B]: the states to read and overwrite. All rows are different, except for padding.
+    rows [B]: the states to read and overwrite. Only padding may repeat a row.
     count [1] int32: if given, how many of the B sequences are not padding
     """
     n = len(rows) if count is None else int(count)
@@ -205,8 +206,8 @@ def delta_net_chunks(qkvz, ba, layer: Any, states: State, state_rows, starts, nu
     """Compute `delta_net_step` for each token in the chunks of B sequences.
 
     Rows of `out` after the last token become 0. Sequence i has the tokens from `starts[i]` to `starts[i + 1]`. The
-    state of sequence i is read from row `state_rows[0, i]`, and written to row `state_rows[1, i]`. If given, `count`
-    [1] int32 is the number of decode rows, which are skipped: they are first in `starts` and `state_rows`.
+    state of sequence i is read from row `state_rows[0, i]`, and written to row `state_rows[1, i]`. If `count` [1] int32
+    is given, the first `count` entries of `starts` and `state_rows` are decode rows, and are skipped.
     """
     windows, matrices = states.tensors
     qkv, z = qkvz.split((windows.shape[2], layer.heads.sizes[2]), 1)

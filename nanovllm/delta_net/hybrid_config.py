@@ -26,7 +26,10 @@ class HybridConfig:
     state_dtype: str = "float32"  # of the stored matrices
 
     def more_weights(self, queries: int, keys: int) -> float:
-        """Return the weights of an average layer beyond plain attention and experts, divided by the hidden size."""
+        """Return how many weights an average layer has beyond plain attention and experts.
+
+        The number is divided by the hidden size.
+        """
         state_inputs, fraction = sum(self.heads.sizes), len(self.attention_layers) / self.num_layers
         values = self.heads.sizes[2]
         state = state_inputs + 2 * values + 2 * self.heads.num_values - 2 * (queries + keys)
@@ -47,7 +50,7 @@ class HybridConfig:
 def read_hybrid(raw: dict, file: Path) -> HybridConfig:
     """Read config.json, whose content is `raw`.
 
-    Raise ValueError or TypeError, which name `file`, for unsupported entries.
+    For unsupported entries, raise a ValueError or TypeError that names `file`.
     """
     names = "num_key_heads num_value_heads key_head_dim value_head_dim conv_kernel_dim"
     heads = DeltaHeads(*(check_int(f"{file}: linear_{n}", raw[f"linear_{n}"], low=1) for n in names.split()))

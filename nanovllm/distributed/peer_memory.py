@@ -49,7 +49,7 @@ class PeerMemory:
     buffer and barrier. After this exchange, no rank still reads a sum, so every forward pass can begin with the first
     buffer for sums.
 
-    CUDA IPC handles share the memory, without NVLink multicast.
+    The memory is shared through CUDA IPC handles, without NVLink multicast.
     """
 
     def __init__(self, rank: int, size: int, store: Store, device: torch.device, max_sum_bytes: int):
@@ -84,7 +84,7 @@ class PeerMemory:
         return PeerAllReduce(parts, split_k, self._barrier(index, offset))
 
     def keys_barrier(self) -> PeerBarrier:
-        """Return the barrier for keys, which ends a forward pass."""
+        """Return the barrier for the exchange of keys that ends a forward pass."""
         self._sum_buffers.reset()
         return self._barrier(KEYS, self.keys_offset)
 
@@ -96,7 +96,7 @@ class PeerMemory:
         self.aborted.fill_(1)
 
     def close(self) -> None:
-        """Free the memory. Queued work must not read the memory."""
+        """Free the memory. No queued work may still read the memory."""
         with torch.cuda.device(self.device):
             for rank, pointer in enumerate(self._pointers):
                 name = "cuMemFree_v2" if rank == self.rank else "cuIpcCloseMemHandle"
@@ -129,9 +129,9 @@ class PeerTensorParallel(Ranks):
     def gather(
         self, compute: Compute, num_rows: int, width: int, dtype: torch.dtype, params: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the results of `compute` on all ranks, next to each other: [num_rows, ranks * width].
+        """Return the concatenated results of `compute` on all ranks: [num_rows, ranks * width].
 
-        If sampling `params` are given, rows without filters may lack the other ranks' columns.
+        If sampling `params` are given, the other ranks' columns may be missing in rows without filters such as top-p.
         """
         y = self.sum(compute, num_rows, width, dtype)
         return ops.gather_columns(y.parts[0], y.barrier, params)

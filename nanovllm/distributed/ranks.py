@@ -1,4 +1,4 @@
-"""Defines the base class of several ranks, which handles lost ranks and forked child processes."""
+"""Defines the base class `Ranks`, which handles lost ranks and forked child processes."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 
 
 class Ranks(TensorParallel):
-    """One of several ranks. The base class stands for a rank that is not connected yet."""
+    """One of several ranks. An instance of this base class represents a rank that is not connected yet."""
 
     folder: Path | None = None  # where the ranks' communication still needs files
 
@@ -23,5 +23,5 @@ class Ranks(TensorParallel):
         self.lost = True
 
     def leave_in_child(self) -> None:
-        """Forget the other ranks in a forked child, because they and the connections belong to the parent."""
+        """Forget the other ranks in a forked child, because these ranks belong to the parent process."""
         self.lost = True

@@ -22,10 +22,10 @@ class StepChannel:
     """Rank 0's end of the channel.
 
     A buffer is an int32 array: a batch's pickled shape, then the batch. Each reader has two semaphores. `free` counts
-    the buffers that the reader has read, and `filled` counts the buffers that the reader must still read. So no buffer
-    is overwritten too early, and readers sleep while there is nothing to read. Rank 0 can always raise a semaphore,
-    even if a reader was killed. The memory (an unnamed file) and the semaphores (eventfds) are inherited, so no named
-    object can outlive the processes.
+    the buffers that this reader has read, and `filled` counts the buffers that this reader must still read. Because of
+    the semaphores, no buffer is overwritten too early, and readers sleep while there is nothing to read. Rank 0 can
+    always increment a semaphore, even if a reader was killed. Child processes inherit the memory (an unnamed file) and
+    the semaphores (eventfds), so no named object can outlive the processes.
     """
 
     def __init__(self, capacity: int, num_readers: int):
@@ -45,7 +45,7 @@ class StepChannel:
         return self._file.fileno(), self._free[reader], self._filled[reader]
 
     def send(self, shape: Any, words: np.ndarray, timeout: float) -> None:
-        """Send a batch: its BatchShape and its words. In other messages, `shape` is any object that can be pickled.
+        """Send a batch's BatchShape and words, or another message, in which `shape` is any object that can be pickled.
 
         Raises RuntimeError if a reader frees no buffer for `timeout` seconds. In that case, no reader gets the message.
         """
@@ -82,7 +82,7 @@ class StepReader:
 
     @contextmanager
     def receive(self) -> Iterator[tuple[Any, np.ndarray]]:
-        """Open a context with the next message (shape, words up to the end of the buffer), then free the buffer."""
+        """Yield the next message as (shape, all words up to the end of the buffer), and then free the buffer."""
         os.eventfd_read(self._filled)
         buffer = next(self._buffers)
         shape = pickle.loads(buffer.view(np.uint8)[4 : 4 + buffer[0]])

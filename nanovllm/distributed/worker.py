@@ -54,7 +54,7 @@ class Workers:
     themselves.
 
     The processes are plain subprocesses. With `multiprocessing`, each process would import the caller's script, and a
-    forked child of the caller would end the processes when the child exits.
+    forked child of the caller would end the ranks' processes when the child exits.
     """
 
     def __init__(self, config: Config):
@@ -118,14 +118,14 @@ class Workers:
         return runner.launch(batch, step)
 
     def send(self, message: Any, words: np.ndarray) -> None:
-        """Send a message and up to `largest_batch` words to all other ranks, which call `message.receive`."""
+        """Send a message and up to `largest_batch` words to all other ranks, where `message.receive` is called."""
         self.check()
         self._channel.send(message, words, STEP_TIMEOUT)
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """Kill all ranks after an error of rank 0. Return the error to raise: `error`, or the failure that caused it.
+        """Kill all ranks after an error of rank 0. Return `error`, or the failure that caused `error`.
 
-        Rank 0 may notice a lost rank first, so this method waits for the supervisor.
+        Rank 0 may notice a lost rank before the supervisor does, so this method waits for the supervisor.
         """
         may_be_theirs = os.getpid() == self._caller_pid and isinstance(error, RuntimeError)
         deadline = monotonic() + 2.0
@@ -222,7 +222,7 @@ class Workers:
         """End the processes and clean up. In a forked child, do nothing.
 
         Any thread may call this method at any time. A `launch` in another thread raises RuntimeError. An interrupt that
-        arrives meanwhile is raised at the end.
+        arrives during `exit` is raised when `exit` ends.
         """
         if self.supervisor is None or os.getpid() != self._caller_pid:
             return
@@ -273,7 +273,7 @@ def connect(rank: int, config: Config, folder: Path) -> Ranks:
 
 
 def work(fd: int) -> None:
-    """Run the process of a rank, with the socket `fd` to rank 0, until it is killed."""
+    """Run the process of a rank until the process is killed. The socket `fd` is connected to rank 0."""
     sock = socket.socket(fileno=fd)
     rank, caller, config, folder, fds = pickle.loads(sock.recv(MAX_MESSAGE_BYTES))
     end_with_caller(caller, folder)

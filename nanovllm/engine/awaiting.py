@@ -1,6 +1,6 @@
 """Holds sequences while another thread does a feature's work, such as computing a mask for structured outputs.
 
-These functions extend the Scheduler. A held sequence is paused like a beam, and might be preempted.
+These functions extend the Scheduler. A held sequence is paused, and may be preempted.
 """
 
 from concurrent.futures import FIRST_COMPLETED, wait
@@ -38,7 +38,7 @@ def release(scheduler: "Scheduler") -> list[Sequence]:
 
 
 def outcome(future: Any) -> tuple[str, int | str | None] | None:
-    """Return why the sequence that awaits `future` must end, or None. The Future's error ends only this sequence."""
+    """Return why the sequence that awaits `future` must end, or None. An error in `future` ends only this sequence."""
     if future.cancelled():
         return "abort", None
     if (error := future.exception()) is not None:
@@ -47,5 +47,5 @@ def outcome(future: Any) -> tuple[str, int | str | None] | None:
 
 
 def wait_for_one(scheduler: "Scheduler") -> None:
-    """Wait briefly for a held sequence, because no step can be scheduled."""
+    """When no step can be scheduled, wait briefly until a held sequence can continue."""
     wait([seq.awaited for seq in scheduler.held], MAX_WAIT_SECONDS, FIRST_COMPLETED)

@@ -65,7 +65,7 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """How many sequences can get another block."""
+        """The number of sequences that can each get another block."""
         return len(self.free_block_ids)
 
     @property
@@ -74,7 +74,7 @@ class BlockManager:
         return sum(self.blocks[i].ref_count == 0 for i in [*self.hash_to_block_id.values()])
 
     def groups(self) -> list[dict]:
-        """Return the groups of layers with separate block tables, for statistics. A single group is not listed."""
+        """Return statistics of the groups of layers with separate block tables, or [] if there is a single group."""
         return []
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -103,8 +103,8 @@ class BlockManager:
     def fork(self, seq: Sequence, other: Sequence) -> None:
         """Share the full blocks of `seq` with `other`, and add a block to `other`.
 
-        Both sequences have the same computed tokens. If the last block of `seq` is not full, `copies` tells the next
-        step to copy it into the added block first.
+        Both sequences have the same computed tokens. If the last block of `seq` is not full, the next step begins by
+        copying this block into the block that was added to `other`.
         """
         num_full = seq.num_computed_tokens // self.block_size
         other.block_table = seq.block_table[:num_full]
@@ -120,7 +120,7 @@ class BlockManager:
         return len(seq.block_table) * self.block_size < num_tokens
 
     def can_append(self, seq: Sequence) -> bool:
-        """Return whether the last token of `seq` fits into its blocks, or into a block that is free."""
+        """Return whether the blocks of `seq` can store its last token, or whether another block is free."""
         return not self.needs_block(seq, seq.num_tokens) or self.num_free > 0
 
     def may_append(self, seq: Sequence, num_tokens: int | None = None) -> None:
@@ -152,12 +152,12 @@ class BlockManager:
             self.duplicates.setdefault(block_hash, set()).add(block.block_id)
 
     def take_copies(self) -> dict[int, int]:
-        """Return and clear `copies`. The next call returns the copies of later steps."""
+        """Return the copies for the next step, and clear `copies`."""
         copies, self.copies = self.copies, {}
         return copies
 
     def end_of_chunk(self, seq: Sequence, end: int) -> int:
-        """Return where a chunk must end: at `end`, or earlier for layers that keep a state or have a window."""
+        """Return where a chunk must end: at `end`, or earlier if layers keep a state or have a window."""
         return end
 
     def state_row(self, seq: Sequence) -> int:
@@ -216,7 +216,7 @@ class BlockManager:
         return block_id
 
     def evict(self, block: Block, block_hash: int) -> None:
-        """Remove the block from the prefix cache. If the block has a duplicate, lookups then find the duplicate."""
+        """Remove the block from the prefix cache. If the block has a duplicate, later lookups find the duplicate."""
         duplicates = self.duplicates.get(block_hash, set())
         if self.hash_to_block_id[block_hash] != block.block_id:
             duplicates.remove(block.block_id)

@@ -41,9 +41,9 @@ def build_engine(config: Config, part_done: Callable[[str], None] = lambda part:
 
         use_adapters(engine)
     if config.swap_space:
-        from nanovllm.tiers.host_tier import use_host_tier  # rarely needed
+        from nanovllm.tiers import disk_tier, host_tier  # rarely needed
 
-        use_host_tier(engine)
+        (host_tier.use_host_tier if config.swap_dir is None else disk_tier.use_disk_tier)(engine)
         part_done("host memory")
     if config.model_config.vision is not None:
         from nanovllm.vision.image_messages import use_images  # few engines take images

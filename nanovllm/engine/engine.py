@@ -63,6 +63,9 @@ class Engine:
         if reasons := [*self.unavailable.values()]:
             raise UnavailableError(reasons[0])
 
+    def before_exit(self) -> None:
+        """Do nothing. A tier of the prefix cache may replace this method, to save blocks before the engine exits."""
+
     def drop_requests(self) -> None:
         """Drop all requests and reset the state, when the engine exits or a step has failed."""
         reset_context()

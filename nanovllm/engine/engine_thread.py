@@ -62,7 +62,7 @@ class EngineThread:
             raise UnavailableError(reasons[0])
 
     def abort(self, request_id: int) -> None:
-        """End a request before the next step. Its collector gets the tokens generated so far."""
+        """End a request before the next step. The request's collector gets the tokens generated so far."""
         self._post(partial(self._output_processor.abort, request_id))
 
     def discard(self, request_ids: Collection[int]) -> None:
@@ -74,7 +74,7 @@ class EngineThread:
         return self._is_closing or not (collector in self.queued() or collector.live or collector.is_ready)
 
     def queued(self) -> list[Any]:
-        """Return the waiter of each queued command. The waiter of submitted requests is their collector."""
+        """Return the object that waits for each queued command. The collector waits for submitted requests."""
         return [waiter for _, waiter in [*self._commands]]
 
     def take(self, collector: OutputCollector) -> StepOutput:
@@ -87,7 +87,7 @@ class EngineThread:
     def call(self, work: Callable[[], T]) -> T:
         """Call `work` between two steps, and return its result.
 
-        An error in `work` is treated like an error in a step. If the engine thread itself is the caller, as in a hook,
+        An error in `work` is treated like an error in a step. If the caller is the engine thread itself, as in a hook,
         `work` is called at once.
         """
         if threading.current_thread() is self._thread:
@@ -101,7 +101,7 @@ class EngineThread:
         return value
 
     def watch(self, collector: OutputCollector) -> None:
-        """Make `collector` fail when a rank is lost, even without requests. Keeps only a weak reference to it."""
+        """Make `collector` fail when a rank is lost, even without requests. Only a weak reference is kept."""
         self._watchers = [watcher for watcher in self._watchers if watcher() is not None] + [ref(collector)]
         self._post(self.engine.check_open, collector)  # a rank may be lost already
 
@@ -140,7 +140,7 @@ class EngineThread:
             sleep(0.001)  # not `join`, because before Python 3.13 an interrupted `join` marks the thread as ended
 
     def _tell_watchers(self) -> None:
-        """Tell the watching collectors that a rank has failed. If there are none, the next caller gets the error."""
+        """Tell watching collectors that a rank has failed. If no collector watches, the next caller gets the error."""
         for watcher in self._watchers:
             if (collector := watcher()) is not None:
                 self._post(self.engine.check_open, collector)
@@ -170,6 +170,7 @@ class EngineThread:
                 cleanup.callback(setattr, self, "_has_ended", True)
                 cleanup.callback(self.engine.exit)
                 cleanup.callback(self.engine.drop_requests)
+                cleanup.callback(self.engine.before_exit)
                 cleanup.callback(self._fail_callers, CLOSED)
 
     def _carry_out_commands(self) -> None:

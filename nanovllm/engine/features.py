@@ -51,21 +51,21 @@ class StepFeature:
     def prepare(cls, step: ScheduledStep) -> Arrays | None:
         """Return a step's int32 arrays (or lists of arrays of equal length), or None if the feature needs no arrays.
 
-        Each rank creates its instance of a feature when the feature's first arrays arrive. So a feature that edits
-        logits must return a dict, perhaps an empty one, for each step with new sequences.
+        Each rank creates its instance of a feature when the feature's first arrays arrive. A feature that edits logits
+        must therefore return a dict, even an empty dict, for each step with new sequences.
         """
         return {} if step.new_seqs and cls.edit_logits is not StepFeature.edit_logits else None
 
     @classmethod
     def max_words(cls, config: "Config") -> int:
-        """Return the maximum number of int32 words in a step's arrays, plus 4 for each array."""
+        """Return the maximum number of int32 words in a step's arrays, counting 4 extra words per array."""
         return 0
 
     def __init__(self, runner: "ModelRunner"):
         """Allocate memory on the runner's device. On CUDA, the constructor runs before graphs are captured."""
 
     def upload(self, arrays: Arrays) -> None:
-        """Receive the arrays from `prepare` on the device before the model runs, outside CUDA graphs."""
+        """Receive the arrays from `prepare` on the device. This method runs before the model, outside CUDA graphs."""
 
     def edit_logits(self, logits: Any, rows: Any) -> None:
         """Edit logits [S, vocabulary] in place. `rows` is a `layers.sampler.SamplingRows`.
@@ -74,7 +74,7 @@ class StepFeature:
         """
 
     def after_forward(self, arrays: Arrays, output: Any) -> Any:
-        """Compute further results from a ForwardOutput and the arrays from `prepare`, outside CUDA graphs.
+        """Compute the feature's results from a ForwardOutput and the arrays from `prepare`, outside CUDA graphs.
 
         Every rank calls this method if `prepare` returned arrays. Return None or an object with a method
         `result(step)`, which rank 0 calls when the device has finished the step.
@@ -84,17 +84,18 @@ class StepFeature:
     def after_step(cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: Any) -> None:
         """Inspect the new tokens, and add the sequences that must end to `ends`.
 
-        `arrived` contains the watched sequences that had not ended before. Each key is the index of the sequence's new
-        token in `StepResult.token_ids`. The new token is also the last one in `seq.token_ids`, unless the sequence
-        pauses after each token. `result` is the return value of `result(step)`, or None (see `after_forward`).
+        `arrived` maps the index of a new token in `StepResult.token_ids` to the token's sequence, if the sequence is
+        watched and had not ended before. Unless the sequence pauses after each token, the new token is also the last
+        element of `seq.token_ids`. `result` is the return value of `result(step)`, or None (see `after_forward`).
 
-        Do long work in another thread, and store its Future in `seq.awaited`. The Future's result is a value of `Ends`,
-        or None. The sequence must have set `waits_for_token`, and is held until the Future is done.
+        A feature does long work in another thread, and stores the work's Future in `seq.awaited`. The result of the
+        Future is a value of `Ends`, or None if the sequence continues. A sequence with `awaited` must also have
+        `waits_for_token`, and is held until the Future is done.
         """
 
     @classmethod
     def forget(cls, seq: Sequence) -> None:
-        """Free what the feature stores for an ended sequence. The sequence object might live longer."""
+        """Free what the feature stores for an ended sequence, even if the sequence object still exists."""
 
 
 _class_of = cache(resolve_name)  # cached, because every step with features needs it

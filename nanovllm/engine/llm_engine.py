@@ -39,9 +39,9 @@ class LLMEngine:
     themselves use `add_request`, `step`, `abort` and `is_finished`. All methods are thread-safe, and each caller gets
     only the outputs of its requests. A background thread runs the steps.
 
-    A failed step drops all requests, and every waiting caller gets a RuntimeError whose cause is the error. After that,
-    an engine with one rank stays usable, and an engine with several ranks is closed. If another rank has failed, the
-    error names that rank.
+    If a step fails, all requests are dropped, and every waiting caller gets a RuntimeError whose `__cause__` is the
+    step's error. After a failed step, an engine with one rank stays usable, and an engine with several ranks is closed.
+    If another rank has failed, the error names that rank.
 
     An engine is a context manager. `exit` frees its memory. `startup_seconds` contains the time of each startup phase.
     """
@@ -124,10 +124,10 @@ class LLMEngine:
     ) -> Iterator[StreamEvent]:
         """Yield the answers of `generate` piece by piece. Events of different prompts are interleaved.
 
-        Text that might be part of a stop string is held back, and no character is split. `chat_template_kwargs` apply
-        to conversations. If a prompt is invalid, the call of `stream` itself raises the error. The first `next` queues
-        the requests, and leaving the loop drops the unfinished requests. The engine runs at most 32 steps ahead of
-        the reader, unless other callers need more steps.
+        Text that might be part of a stop string is held back, and no piece ends within a character.
+        `chat_template_kwargs` apply to conversations. If a prompt is invalid, the error is raised when `stream` is
+        called, before the iteration. The first `next` queues the requests, and leaving the loop drops the unfinished
+        requests. The engine runs at most 32 steps ahead of the reader, unless other callers need more steps.
         """
         self.engine_thread.check_open()
         kind = OutputKind.DELTA
@@ -157,7 +157,7 @@ class LLMEngine:
         return request.request_id
 
     def abort(self, request_id: int) -> None:
-        """End a request before the next step. Its caller gets the tokens generated so far.
+        """End a request before the next step. The request's caller gets the tokens generated so far.
 
         Does nothing if the request has ended. Signal handlers may call `abort`. Raises ValueError for an unknown id.
         """
@@ -166,7 +166,7 @@ class LLMEngine:
         self.engine_thread.abort(check_int("request_id", request_id, low=0, high=num_requests - 1))
 
     def step(self) -> StepOutput:
-        """Return the new outputs of the calling thread's requests. If there are none, run a step first.
+        """Return the new outputs of the calling thread's requests. If there are no new outputs, run a step first.
 
         A thread that has added no request, such as the loop of a server, gets the outputs of all threads that do not
         call `step` themselves. Ctrl-C drops no request.
@@ -182,7 +182,7 @@ class LLMEngine:
 
     @property
     def workers(self) -> Any:
-        """The other ranks: a `distributed.worker.Workers`, or a `SingleRank` if there are none."""
+        """The other ranks: a `distributed.worker.Workers` or, if there is no other rank, a `SingleRank`."""
         return self.core.workers
 
     @property
@@ -199,11 +199,12 @@ class LLMEngine:
 
         `requests`: the numbers of waiting and running sequences, where each of the `n` answers to a prompt is a
         sequence. `blocks`: the numbers of used, cached and free blocks. A cached block is a free block that the prefix
-        cache still contains. `block_groups`: the blocks that each group of layers uses, if there is more than one.
+        cache still contains. `block_groups`: the blocks that each group of layers uses, if there are several groups.
         `prefix_hit_rate`: the fraction of prompt tokens that were found in the prefix cache.
         `tiers`, with `swap_space`: `device_hits` and `host_hits` are the numbers of prompt tokens that were found in
         the device's cache and in host memory. `loaded_blocks` is the number of blocks that were copied back from host
-        memory, and `lost_copies` is the number of failed copies.
+        memory, and `lost_copies` is the number of failed copies. With `swap_dir`, `disk_blocks` of them were read from
+        files.
         `preemptions`: how often a sequence was preempted.
         `tokens`: the numbers of prompt tokens (`in`) and generated tokens (`out`).
         `steps`: the numbers of `prefill` steps (chunks of prompts), `decode` steps and `mixed` steps (both).

@@ -1,4 +1,4 @@
-"""The model runner of a rank, which holds the rank's weights and part of the KV cache, and runs steps on its device."""
+"""Defines the plain model runner, which holds a rank's weights and part of the KV cache, and runs steps."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -88,7 +88,7 @@ class ModelRunner:
         """Allocate per-request tables on the device. Subclasses may override this."""
 
     def warm_up(self, part_done: Callable[[str], None]) -> None:
-        """Size and allocate the cache, and prepare the device for its first step."""
+        """Choose the cache's size, allocate the cache, and prepare the device for the first step."""
         config = self.config
         if config.num_kvcache_blocks is None:
             self.size_kv_cache(self.warmup_model())
@@ -114,7 +114,7 @@ class ModelRunner:
         """Capture steps in CUDA graphs. Only CUDA overrides this."""
 
     def on_device(self) -> AbstractContextManager:
-        """Suspend the caller's autocast, because it would change dtypes. On CUDA, make the device current as well."""
+        """Suspend the caller's autocast, because it would change dtypes. On CUDA, also make the device current."""
         kind = self.device.type
         return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
@@ -224,7 +224,7 @@ class ModelRunner:
         return self.int_tensor([seq.block_table + [0] * (width - len(seq.block_table)) for seq in seqs])
 
     def prepare_state_rows(self, step: ScheduledStep) -> torch.Tensor:
-        """Return the index of the state that each row reads, and of the state that the row writes: [2, B] int32."""
+        """Return two indices for each row, of the state to read and of the state to write: [2, B] int32."""
         written = [seq.req_index for seq, _, _ in step.rows]
         return self.int_tensor([written[: step.num_decodes] + step.state_rows, written])
 
@@ -290,7 +290,7 @@ class ModelRunner:
     # -- features ------------------------------------------------------------------------------------------------------
 
     def add_features(self, names: Collection[str]) -> None:
-        """Load features. Loaded features edit logits in the order of FEATURES."""
+        """Load features. Features edit logits in the order of FEATURES."""
         loaded = self.features | {name: FEATURES[name].load()(self) for name in names if name not in self.features}
         self.features = {name: loaded[name] for name in [*FEATURES] if name in loaded}
 
@@ -305,7 +305,7 @@ class ModelRunner:
         return host_arrays
 
     def prepare_features(self, step: ScheduledStep) -> dict[str, Arrays]:
-        """Return the arrays of a step's features, by feature name, sorted to make runs repeatable."""
+        """Return the arrays of a step's features, by feature name. Names are sorted to make runs repeatable."""
         prepared = {name: FEATURES[name].load().prepare(step) for name in sorted(step.feature_names)}
         return {name: arrays for name, arrays in prepared.items() if arrays is not None}
 
@@ -344,7 +344,7 @@ class ModelRunner:
     def allocate_kv_cache(self, num_blocks: int, num_layers: int | None = None) -> None:
         """Allocate the cache tensors of each group of layers, and assign each layer its part.
 
-        With `num_layers=1`, all layers of a group share one part. Only steps whose results do not matter use this.
+        With `num_layers=1`, all layers of a group share one part, for steps whose results do not matter.
         """
         num_blocks *= self.config.num_block_tables
         for spec, layers in self.cache_groups.items():

@@ -1,6 +1,6 @@
 """The outputs that callers get, and the collectors, which store outputs until the caller takes them.
 
-Output records are frozen. The caller may change lists in the records, because the engine no longer uses these lists.
+Output records are frozen. The caller may change lists in output records, because the engine no longer uses the lists.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,7 +62,7 @@ class CompletionOutput(Record):
     finish_reason: "stop", "length" or "abort", or "error" if `structured_outputs` allows no next token.
     stop_reason: the stop string or id that ended the answer, or the message of an "error". `stop_reason` is None for
         "length", for "abort", and if the tokenizer's end-of-sequence id ended the answer. Other end-of-sequence ids of
-        the model are reported.
+        the model are reported as `stop_reason`.
     """
 
     index: int
@@ -76,7 +76,7 @@ class CompletionOutput(Record):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestMetrics(Record):
-    """The times of a request's events, in seconds since the epoch. If an abort prevented an event, its time is None.
+    """The times of a request's events, in seconds since the epoch. An event prevented by an abort has the time None.
 
     If the request has several answers, `finished_time` is the latest of the answers' times, and every other field is
     the earliest of the answers' times.
@@ -196,7 +196,7 @@ class OutputCollector:
     def __init__(self, kind: OutputKind, max_steps_ahead: float = inf, max_seconds: float = inf):
         """
         max_steps_ahead: while the outputs of this many steps are unread, the engine runs no step for this caller.
-        max_seconds: while there are no outputs, the caller gets the token counts at this interval.
+        max_seconds: the interval at which the caller gets token counts while there are no outputs.
         """
         self.kind = kind
         self.max_steps_ahead = max_steps_ahead
@@ -223,7 +223,7 @@ class OutputCollector:
         self._ended.add(request_id)
 
     def put(self, num_prefill_tokens: int = 0, num_decode_tokens: int = 0) -> None:
-        """Make the outputs of a step available to the caller. If there are none, only add up the token counts."""
+        """Make the outputs of a step available to the caller. Without outputs, only add up the token counts."""
         new = self.new
         new.num_prefill_tokens += num_prefill_tokens
         new.num_decode_tokens += num_decode_tokens
@@ -258,7 +258,7 @@ class OutputCollector:
         return taken
 
     def take_into(self, taken: StepOutput, wait: bool = False) -> None:
-        """Move all outputs into `taken`. Stop at an error, and store the error in `self.error`."""
+        """Move outputs into `taken` until none is left or an error follows, which is stored in `self.error`."""
         with suppress(Empty):
             while self.error is None:
                 output = self._outputs.get(wait)

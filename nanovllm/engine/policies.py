@@ -36,14 +36,14 @@ class CheckedPolicy(SchedulingPolicy):
 
 
 def _are_ordered(a: Any, b: Any) -> bool:
-    """Return whether `a` and `b` can be ordered. None and NaN can't be, and a number and a string can't be either."""
+    """Return whether `a` and `b` can be ordered. None and NaN can't be ordered, nor can a number and a string."""
     with suppress(Exception):  # the operators of a user's class may raise anything
         return bool(a < b or b < a or a == b)
     return False
 
 
 def make_policy(policy: Any) -> SchedulingPolicy:
-    """Make the policy for `policy`, a policy's name or a user's object."""
+    """Make a SchedulingPolicy from a policy's name or from a user's object."""
     if isinstance(policy, str):
         return resolve_name(POLICIES[policy])()
     return policy if type(policy) in (FCFS, Priority) else CheckedPolicy(policy)

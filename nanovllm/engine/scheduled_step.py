@@ -9,7 +9,7 @@ from nanovllm.engine.sequence import Sequence
 
 
 class ScheduledSequence(NamedTuple):
-    """A row of a step, which computes the tokens `start:end` of `seq`."""
+    """A row of a step: the tokens `start:end` of `seq`."""
 
     seq: Sequence
     start: int
@@ -17,7 +17,7 @@ class ScheduledSequence(NamedTuple):
 
     @classmethod
     def of(cls, seq: Sequence) -> "ScheduledSequence":
-        """Return a sequence's last scheduled row. If there is none, return a row of all uncached tokens."""
+        """Return the last scheduled row of `seq` or, if no row was scheduled, a row of all uncached tokens."""
         if seq.num_scheduled_tokens:
             return cls(seq, seq.num_computed_tokens - seq.num_scheduled_tokens, seq.num_computed_tokens)
         return cls(seq, seq.num_cached_tokens, len(seq.token_ids))
@@ -102,7 +102,7 @@ class ScheduledStep:
         self.tokens_per_row = max((end - start for _, start, end in rows), default=1)
 
     def add_sampled(self, seq: Sequence) -> None:
-        """Let the step sample a token of `seq`, from the chunk that was added last."""
+        """Let the step sample a token of `seq` from the step's last chunk."""
         self.sampled_seqs.append(seq)
         self.sampled_rows.append(self.num_decodes + len(self.chunks) - 1)
 

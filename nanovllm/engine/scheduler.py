@@ -29,9 +29,9 @@ class Scheduler:
     early call leaves out the sequences that must wait for their tokens. The row of a sequence includes its drafts, if
     any.
 
-    The answers to one prompt (`Sequence.group`) are queued together. The first answer is admitted when all answers fit,
-    or when nothing else runs. Answers that fit share the computed prompt, and the remaining answers find it in the
-    prefix cache.
+    The answers to one prompt (`Sequence.group`) are queued together. The first answer is admitted when there is room
+    for all answers, or when nothing else runs. Answers that fit share the computed prompt, and the remaining answers
+    later find the prompt in the prefix cache.
     """
 
     make_queue: Callable[[], WaitingQueue] = WaitingQueue  # lora/ replaces it
@@ -107,7 +107,7 @@ class Scheduler:
         return step
 
     def _decodes_soon(self, step: ScheduledStep) -> bool:
-        """Whether this step decodes, or the next step will, once a token in flight has arrived."""
+        """Whether this step decodes, or the next step can decode after a token in flight has arrived."""
         return bool(step.num_decodes) or any(seq.waits_for_token and not seq.is_paused for seq in self.running.values())
 
     def _schedule_decodes(self, step: ScheduledStep) -> None:
@@ -128,7 +128,7 @@ class Scheduler:
     def _ready(self) -> list[ScheduledSequence]:
         """Return a row for each running sequence that can decode.
 
-        The longest contexts come first, so that short contexts balance the load at the end of attention. Sequences of
+        Rows with long contexts come first, so that attention ends with short rows, which balance the load. Sequences of
         equal length stay in the order in which they began to decode.
         """
         ready = [
@@ -179,7 +179,7 @@ class Scheduler:
         return self.block_manager.end_of_chunk(seq, end)
 
     def spend(self, budget: TokenBudget, seq: Sequence, end: int) -> TokenBudget:
-        """Return what a chunk of `seq` that ends at `end` leaves of a budget."""
+        """Return what is left of `budget` after a chunk of `seq` that ends at `end`."""
         return budget.minus(seq.num_computed_tokens, end)
 
     def _schedule_chunk(self, seq: Sequence, end: int, step: ScheduledStep) -> None:
@@ -195,7 +195,7 @@ class Scheduler:
                 forks.start_others(self, seq, step)
 
     def start_decoding(self, seq: Sequence, step: ScheduledStep) -> None:
-        """Sample a token of `seq` from the step's last row, which completes its prompt. Later steps decode `seq`."""
+        """Sample a token of `seq` from the step's last row, which completes the prompt. Later steps decode `seq`."""
         self.prefilling.pop(seq.key, None)
         self.running[seq.key] = seq
         step.add_sampled(seq)
@@ -260,7 +260,7 @@ class Scheduler:
     def append_tokens(self, seqs: list[Sequence], token_ids: list[int]) -> tuple[dict[int, Sequence], Ends]:
         """Append each token to its sequence, unless the sequence has ended or has `pauses_after_token` set.
 
-        Return the watched sequences by the index of their token, and the sequences that end with their token.
+        Return a dict that maps indices into `token_ids` to watched sequences, and the sequences that must end.
         """
         arrived, ends, num_late = dict[int, Sequence](), Ends(), 0
         block_size = self.block_manager.block_size
@@ -301,8 +301,8 @@ class Scheduler:
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence, whatever its state. Only this method ends sequences.
 
-        A step in flight might still write to the sequence's blocks. Freeing the blocks is safe nevertheless, because
-        the device runs steps in order, and the next owner of the blocks writes later.
+        A step in flight might still write to the sequence's blocks. Freeing the blocks is still safe, because the
+        device runs steps in order, and the next owner of the blocks writes later.
         """
         self.waiting.discard(seq)
         self.held.pop(seq, None)

@@ -25,7 +25,7 @@ class SchedulingPolicy:
     def priority_key(self, seq: Sequence) -> Any:
         """Return the key of `seq`: a number, or anything that can be compared with the keys of other sequences.
 
-        The thread that adds a request calls this method once, with the request's first answer. An error is raised in
+        The thread that adds a request calls this method once, for the request's first sequence. Errors are raised in
         that thread. Useful attributes of `seq` are `num_prompt_tokens`, `max_num_tokens` (for prompt and output
         together), `priority`, `params`, and `arrival`, which is a value of `time.perf_counter`.
         """
@@ -40,7 +40,7 @@ class FCFS(SchedulingPolicy):
 
 
 class WaitingQueue:
-    """The waiting sequences, sorted by `order`, the next one first."""
+    """The waiting sequences in ascending `order`. The first sequence is admitted next."""
 
     def __init__(self) -> None:
         self._seqs: list[Sequence] = []
@@ -72,8 +72,8 @@ class WaitingQueue:
 class AdmissionPause:
     """Admits sequences in groups once the engine is full.
 
-    If each ended sequence were replaced at once, most steps would be mixed. Mixed steps delay the running sequences. So
-    when a sequence does not fit, admission pauses until a sixteenth of the running sequences have ended or
+    If each ended sequence were replaced at once, most steps would be mixed. Mixed steps delay the running sequences.
+    When a sequence does not fit, admission therefore pauses until a sixteenth of the running sequences have ended or
     MAX_STEPS_WITHOUT_ADMISSION steps have passed.
     """
 
@@ -115,8 +115,8 @@ class TokenBudget(NamedTuple):
         """Return the budget for the prompts of a step that decodes `num_decodes` tokens.
 
         `num_left` is the number of waiting prompt tokens. Short steps keep inter-token latency low, and long steps
-        shorten the queue. So the size of a step is a quarter of `num_left`, but at least half of this budget and at
-        most all of it. Prompts always get at least a quarter of this budget.
+        shorten the queue. The size of a step is therefore `num_left / 4` tokens, but at least half and at most all of
+        `self.num_tokens`. Prompts always get at least a quarter of `self.num_tokens`.
         """
         num_tokens = min(self.num_tokens, max(self.num_tokens // 2, num_left // 4))
         return self._replace(num_tokens=max(1, num_tokens - num_decodes, self.num_tokens // 4))

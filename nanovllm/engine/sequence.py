@@ -99,7 +99,7 @@ class Sequence:
         return self.request_id, self.index
 
     def set_order(self, priority_key: Any) -> None:
-        """Set `order` from the policy's key. Sequences with equal keys are ordered by request."""
+        """Set `order` from the policy's key. Sequences with equal keys are ordered by request id."""
         self.order = priority_key, *self.key  # the smallest comes first
 
     def __getitem__(self, key: int | slice) -> Any:
@@ -140,14 +140,14 @@ class Sequence:
         return self.token_ids[-1]
 
     def append_token(self, token_id: int) -> None:
-        """Append a token that has reached the host. If a step sampled it, `num_tokens` already counts it."""
+        """Append a token that has reached the host. If a step sampled the token, `num_tokens` already counts it."""
         self.token_ids.append(token_id)
         if self.num_tokens < len(self.token_ids):
             self.num_tokens += 1
 
     @property
     def num_blocks(self) -> int:
-        """The number of cache blocks that the tokens need."""
+        """The number of cache blocks that the sequence's tokens need."""
         return -(-self.num_tokens // self.block_size)
 
     @property
@@ -169,7 +169,7 @@ class Sequence:
     def limit_tokens(self, num_drafts: int = 0) -> None:
         """Set the number of drafts.
 
-        After this call, a sequence with `waits_for_token` may decode these drafts and one more token.
+        After this call, a sequence with `waits_for_token` may decode `num_drafts` drafts and one more token.
         """
         self.num_drafts = num_drafts
         if self.awaited is not None:

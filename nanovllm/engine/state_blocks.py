@@ -1,6 +1,7 @@
 """The block manager for models with states, where a prefix hit needs a snapshot of the state."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.sequence import Sequence
@@ -15,7 +16,9 @@ class StateRows:
     snapshots, the snapshot that was found least recently is dropped.
     """
 
-    def __init__(self, num_indices: int, num_states: int):
+    def __init__(self, num_indices: int, num_states: int, drop_snapshot: Callable[[int, int], None]):
+        """`drop_snapshot` frees the row of a dropped snapshot. Its arguments are the block id and the row."""
+        self._drop_snapshot = drop_snapshot
         self.num_indices, self.zeros = num_indices, num_indices + 1
         self.free_indices = [*reversed(range(num_indices))]
         self.free_others = [*reversed(range(self.zeros + 1, num_states + 2))]  # for snapshots
@@ -43,8 +46,8 @@ class StateRows:
 
     def forget(self, block_id: int | None) -> None:
         """Drop the snapshot at the end of a block, if there is one, and free its row."""
-        if (row := self.snapshots.pop(block_id, None)) is not None:
-            self.append(row)
+        if block_id is not None and (row := self.snapshots.pop(block_id, None)) is not None:
+            self._drop_snapshot(block_id, row)
 
     def _least_recent_index(self) -> int | None:
         """Return the block id of the snapshot to drop when a sequence needs a request index, or None."""
@@ -76,7 +79,7 @@ class StateBlockManager(BlockManager):
 
     def reset(self) -> None:
         super().reset()
-        self.rows = StateRows(self.max_num_seqs, self.num_states)
+        self.rows = StateRows(self.max_num_seqs, self.num_states, self.drop_snapshot)
         self.snapshots = self.rows.snapshots
         self._untaken: dict[int, int] = {}  # block id -> row of a snapshot that the next step will take
         self._unused: list[int] = []  # rows of untaken snapshots whose blocks were evicted
@@ -104,6 +107,10 @@ class StateBlockManager(BlockManager):
             last = (len(seq.token_ids) - 1) // self.block_size * self.block_size
             first = last if is_conversation else len(cached_ids) * self.block_size
             self._boundaries[seq] = sorted({n for n in (first, last) if n > num_hit}, reverse=True)
+
+    def drop_snapshot(self, block_id: int, row: int) -> None:
+        """Free the row of the snapshot at the end of a block. `snapshots` no longer contains the snapshot."""
+        self.rows.append(row)
 
     def fork(self, seq: Sequence, other: Sequence) -> None:
         super().fork(seq, other)

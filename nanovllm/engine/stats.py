@@ -26,6 +26,7 @@ def stats_of(scheduler: Scheduler) -> dict:
         "host_hits": totals["loaded_tokens"],
         "loaded_blocks": totals["loaded_blocks"],
         "lost_copies": totals["lost_copies"],
+        **({"disk_blocks": totals["disk_blocks"]} if totals["tiers"] > 2 else {}),
     }
     return {
         "requests": {"waiting": len(scheduler.waiting), "running": len(scheduler.prefilling) + len(scheduler.running)},
@@ -60,6 +61,7 @@ def described(config: "Config") -> str:
     left_out = f" without its {' and '.join(parts)} part" if parts else ""
     states = f"{config.num_states:,} states for up to {config.max_num_seqs:,} sequences, " if config.num_states else ""
     swap = f"{config.swap_space:g} GiB of host memory for more, " if config.swap_space else ""
+    swap += f"{config.swap_dir_space:g} GiB of files in {config.swap_dir!r}, " if config.swap_dir else ""
     cache = "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}"
     return (
         f"LLM({config.model!r}{left_out}: {config.device}{threads}, {dtype}, attention by {config.attention_backend}, "

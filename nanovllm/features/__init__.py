@@ -7,9 +7,9 @@ from nanovllm.sampling_params import SamplingParams
 def register_feature(feature: type[StepFeature]) -> None:
     """Add a feature to every engine that this process creates from now on.
 
-    These engines must have a single rank. The feature's `fields` are attributes of a subclass of SamplingParams, each
-    with a column on the device. `rows.column(name)` returns the field's value for each row, or 0 for requests that do
-    not use the feature.
+    These engines must have a single rank. The feature's `fields` name attributes of a subclass of SamplingParams. Each
+    field has a column on the device. `rows.column(name)` returns the field's value for each row, or 0 for requests that
+    do not use the feature.
 
     Raises ValueError if the feature's name or the name of a field is taken, or if no column is left.
     """

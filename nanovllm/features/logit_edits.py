@@ -1,7 +1,7 @@
 """Edits logits as vLLM does, for `logit_bias`, penalties, bad words, allowed token ids and `min_tokens`.
 
-On the device, a request's numeric parameters are in columns of its row (kernels/sampling/sampling_columns.py), and its
-lists are in tables. `penalize` applies all edits: on CUDA in one kernel, elsewhere in plain PyTorch.
+On the device, each request has a row with numeric parameters (see kernels/sampling/sampling_columns.py), and tables
+contain the lists of all requests. `penalize` applies all edits: on CUDA in one kernel, elsewhere in plain PyTorch.
 """
 
 from collections.abc import Iterable

@@ -34,7 +34,7 @@ class OutputLogprobs:
         return LogprobTexts(self._token_bytes, self._params.detokenize)
 
     def of_event(self, seq: Sequence, start: int) -> list[dict[int, Logprob]] | None:
-        """Return the entries of a stream event with the tokens from index `start` on, or None if there are none."""
+        """Return the entries of a stream event whose tokens begin at index `start`, or None if there are no entries."""
         if self._params.logprobs is None or not (kept := seq.feature_state["logprobs"].of_tokens):
             return None
         if seq.index not in self._streamed:
@@ -59,7 +59,7 @@ class OutputLogprobs:
 
 
 class DeferredList(abc.Sequence):
-    """A list that the first reader's thread builds, because building it in the engine's thread would delay a step."""
+    """A list that the first reader's thread builds. In the engine's thread, building the list would delay a step."""
 
     def __init__(self, make: Callable[[], list]):
         self._list = cache(make)

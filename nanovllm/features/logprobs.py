@@ -102,8 +102,8 @@ class TokenLogprobs(StepFeature):
     def edit_logits(self, logits: torch.Tensor, rows: SamplingRows) -> None:
         """Record where a CUDA graph stores its logits, without editing the logits.
 
-        The logits stay valid until the next graph replay. The view does not own the memory, so other graphs can reuse
-        the memory.
+        The logits stay valid until the next graph replay. The recorded view does not own the logits' memory, so other
+        graphs can reuse this memory.
         """
         if logits.is_cuda and torch.cuda.is_current_stream_capturing():
             memory, like, device = DeviceBytes(logits.data_ptr(), logits.nbytes), logits.to("meta"), logits.device
@@ -121,7 +121,7 @@ class TokenLogprobs(StepFeature):
     def after_step(
         cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: StepLogprobs | None
     ) -> None:
-        """Store each sequence's log-probabilities. For a sequence that pauses, store the candidates."""
+        """Store each sequence's log-probabilities, or the candidates of a sequence that pauses after each token."""
         if result is None:
             return
         for (seq, start, _), prompt_logprobs in zip(step.chunks, result.of_prompts):
@@ -148,7 +148,7 @@ def check_num_logprobs(name: str, value: int, config: "Config") -> None:
 
 
 class LogprobRequest(NamedTuple):
-    """Asks for the log-probabilities of a token, and of the `num_top` most likely tokens at its position.
+    """Asks for the log-probabilities of a token, and of the `num_top` most likely tokens at the token's position.
 
     `token_id` is -1 for a sampled token, which the host does not know yet.
     """
@@ -200,8 +200,9 @@ class PendingLogprobs:
     ) -> tuple[torch.Tensor, ...]:
         """Return the tensors of `log_probabilities` for all requests.
 
-        Logits that no longer exist are recomputed: for prompt tokens in pieces, for sampled rows in one GEMM, exactly
-        as in the step. A GEMM's rounding depends on its number of rows, but a greedily chosen token must have rank 1.
+        Logits that no longer exist are recomputed. Prompt tokens are processed in pieces. Sampled rows are processed in
+        one GEMM with as many rows as in the step, because rounding depends on the number of rows, and a greedily chosen
+        token must have rank 1.
         """
         requests, hidden_states = self._requests, output.hidden_states
         columns = torch.from_numpy(requests.T.copy())
@@ -273,8 +274,8 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probabilities and the ranks of `token_ids` [S]: [S] float32 and [S] int32.
 
-    Each row of `logits` [S, vocabulary] has one token, and is first divided by `temperatures` [S]. Tokens are ranked by
-    descending logit. Among equal logits, the lower id comes first.
+    Row `i` of `logits` [S, vocabulary] belongs to `token_ids[i]`, and is first divided by `temperatures[i]`. Tokens are
+    ranked by descending logit. Among equal logits, the lower id comes first.
     """
     logits, token_ids = divided(logits, temperatures), token_ids.unsqueeze(1).long()
     chosen = logits.gather(1, token_ids)

@@ -1,7 +1,7 @@
 """Fused forms replace the `forward` of modules, so that one kernel computes several operations of plain layers.
 
 The plain layers define the correct results. `FORMS` maps their `forward` functions to forms. A class that inherits a
-plain `forward` also gets the form, and a class that overrides `forward` stays plain. A module also stays plain if the
+plain `forward` also gets the form, but a class that overrides `forward` stays plain. A module also stays plain if the
 form does not support one of the module's parts (`Fused.matches`).
 
 Neighbouring forms exchange deferred norms (`NormInput`) and unfinished sums (`PartialSum`). Plain neighbours get
@@ -43,7 +43,7 @@ FORMS = {
 
 
 def find_form(module: nn.Module) -> str | None:
-    """Return the value of FORMS for a module's `forward`, or None if FORMS has none or `forward` is wrapped."""
+    """Return the entry of FORMS for a module's `forward`, or None if there is no entry or `forward` is wrapped."""
     forward = getattr(type(module), "forward", None)  # not a function if TorchScript made the module
     key = f"{getattr(forward, '__module__', '')}:{getattr(forward, '__qualname__', '')}"
     if key not in FORMS or resolve_name(key) is not forward or "forward" in vars(module):
@@ -54,7 +54,7 @@ def find_form(module: nn.Module) -> str | None:
 def form_of(module: nn.Module) -> Any:
     """Return the form that replaces a module's `forward`, or None if the module stays plain.
 
-    The module's parts must already have their forms.
+    The module's submodules must already have their forms.
     """
     home = find_form(module)
     form = home and resolve_name(f"{__name__}.{home}")

@@ -21,9 +21,10 @@ class Rope(NamedTuple):
 class Fused:
     """The base class of forms.
 
-    A form overrides methods of a module, and uses the module's attributes (utils/replace.py). Plain neighbours call
-    `forward`, as for a plain module. Fused neighbours call `fused`, which takes a norm from FusedRMSNorm and returns a
-    sum. Both the norm and the sum may be deferred. FusedRotaryEmbedding defines `rows` instead of `fused`.
+    A form overrides methods of a module, and uses the module's attributes (utils/replace.py). Plain neighbours call a
+    form's `forward`. Fused neighbours call `fused`, which takes the result of a FusedRMSNorm and returns a sum.
+    FusedRMSNorm may defer the norm, and `fused` may return an unfinished sum. FusedRotaryEmbedding defines `rows`
+    instead of `fused`.
     """
 
     what = ""  # what is fused, for `nanovllm show-fused`
@@ -33,14 +34,14 @@ class Fused:
         return True
 
     def prepare(self) -> None:
-        """Prepare the module. `prepare` is called once, after the module's weights are loaded."""
+        """Prepare the module. `fuse` calls this method once, after the weights are loaded."""
 
 
 class FusedRotaryEmbedding(Fused):
     """Adds a table of cosines and sines in the order that kernels use. FusedModel reads the table once per step.
 
-    The table is [max_position, 2, N]: N cosines and N sines per position. The first half of the sines is negated, so
-    the rotation of x is x * cos + (x with its halves swapped) * sin.
+    The table [max_position, 2, N] contains N cosines and N sines for each position. The first half of the sines is
+    negated, so the rotation of x is x * cos + (x with its halves swapped) * sin.
     """
 
     what = "the lookup of cos and sin: once a step, if the model is fused"
@@ -66,7 +67,7 @@ class FusedMRotaryEmbedding(FusedRotaryEmbedding):
 
 
 class FusedRMSNorm(Fused):
-    """Replaces `RMSNorm.forward`. The norm of a PartialSum is deferred to the layer that reads it."""
+    """Replaces `RMSNorm.forward`. The norm of a PartialSum is deferred to the layer that reads the norm."""
 
     what = "the sum of what ranks or splits of a product have computed, with the residual and the norm"
 
@@ -82,7 +83,7 @@ class FusedRMSNorm(Fused):
 
 
 def rope_at(rotary_emb: Any, positions: torch.Tensor) -> Rope:
-    """Return the `Rope` for a form between plain layers. Without a fused rotary embedding, `Rope.cos_sin` is None."""
+    """Return the `Rope` for a fused layer whose neighbors are plain layers. Without a fused rotary embedding, `Rope.cos_sin` is None."""
     if not isinstance(rotary_emb, FusedRotaryEmbedding):
         return Rope(positions, None)
     rope = rotary_emb.rows(positions)
@@ -97,12 +98,18 @@ def shared_rope(module: nn.Module) -> Any:
 
 
 def takes_fused(module: nn.Module) -> bool:
-    """Return whether neighbours call `module.fused` instead of the module, which would run the module's hooks."""
+    """Return whether neighbours may call `module.fused`.
+
+    The module must have no hooks, because `fused` would skip hooks.
+    """
     return isinstance(module, Fused) and not (module._forward_hooks or module._forward_pre_hooks)
 
 
 def run_fused(module: nn.Module, x: NormInput, *rope: Rope) -> PartialSum:
-    """Call a fused or plain part of a layer, between two norms. Only attention takes `rope`."""
+    """Call a fused or plain part of a layer, such as attention, that lies between two norms.
+
+    Only attention takes `rope`.
+    """
     if takes_fused(module):
         return module.fused(x, *rope)  # type: ignore[operator]
     positions = [x.positions for x in rope]

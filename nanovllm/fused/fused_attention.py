@@ -68,11 +68,11 @@ def norm_rope_and_store(
 
 
 def attend(attn: Attention, x: Any, qkv_proj: LinearBase | None, qk_norm_rope: QKNormRope) -> torch.Tensor:
-    """Compute attention from the norm `x`. If `qkv_proj` is None, `x` is the result of the qkv matmul instead.
+    """Compute the qkv matmul of the norm `x`, then attention. Return [T, heads * head_dim].
 
-    The result of the qkv matmul is [T, (heads + 2 kv_heads) * head_dim]. Return [T, heads * head_dim]. For small decode
-    batches, one kernel computes q and k norms, RoPE, cache store and attention. For large prefills, one kernel computes
-    qkv matmul, norms, RoPE and cache store.
+    If `qkv_proj` is None, `x` is already the result of the qkv matmul, [T, (heads + 2 kv_heads) * head_dim]. For small
+    decode batches, one kernel computes q and k norms, RoPE, cache store and attention. For large prefills, one kernel
+    computes qkv matmul, norms, RoPE and cache store.
     """
     backend, cache, context = attn.backend, attn.cache, get_context().of_table(attn.table)
     kernels, slots = getattr(backend, "ops", None), context.slot_mapping  # only the backend with our kernels has `ops`
@@ -118,7 +118,7 @@ class FusedAttention(Fused):
 
 
 class FusedGemma4Attention(FusedAttention):
-    """Replaces `Gemma4Attention.forward`. Values, which may be the keys, have a norm without weight."""
+    """Replaces `Gemma4Attention.forward`. Values get a norm without a weight, even if keys serve as values."""
 
     def prepare(self: Any) -> None:
         ones = torch.ones_like(self.q_norm.weight)

@@ -1,4 +1,7 @@
-"""Fuses mixtures of experts with the norm before the router. The next norm completes the sums."""
+"""Fuses mixtures of experts with the norm before the router.
+
+The norm after the experts adds the results of the ranks.
+"""
 
 from typing import Any
 
@@ -19,7 +22,7 @@ from nanovllm.utils.partial_sum import Compute, PartialSum, sum_over_ranks
 
 @operation
 def mix_experts(x: NormInput, layer: Any, slot_mapping: torch.Tensor) -> PartialSum:
-    """Compute a MoE layer for the norm x [T, hidden]. Return a sum over the ranks: [T, hidden].
+    """Compute a MoE layer for the norm x [T, hidden]. Return an unfinished sum [T, hidden] over the ranks.
 
     Tokens with a negative slot are padding, whose results are undefined.
     """
@@ -89,8 +92,8 @@ def choose_experts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose experts with `route` from the logits x W^T. Return weights and expert ids, both [T, top_k].
 
-    The weights of a token add up to 1, and are then multiplied by the experts' `factors`. The results of padding, whose
-    slots are -1, are undefined.
+    The weights of a token are normalized to add up to 1, and are then multiplied by the experts' `factors`. For
+    padding, whose slots are -1, the results are undefined.
     """
     weights, expert_ids = route(linear(x, weight), top_k, renormalize=True)
     return weights * factors[expert_ids], expert_ids

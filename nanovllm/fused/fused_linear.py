@@ -1,4 +1,4 @@
-"""Fuses a linear layer with the norm before it, the activation after it, and the sum of its partial results."""
+"""Fuses a linear layer with the preceding norm, the following activation, and the sum of partial results."""
 
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ def split_linear(
 def norm_linear(
     x: NormInput, weight: torch.Tensor, bias: torch.Tensor | None = None, act: SiluAndMul | None = None
 ) -> torch.Tensor:
-    """Compute `linear` for the norm `x` [T, inputs], then the activation, which may return quantized rows."""
+    """Compute `linear` for the norm `x` [T, inputs], then the activation. The activation may return quantized rows."""
     y = linear(x.tensor(), weight, bias)
     return y if act is None else act(y)
 
@@ -62,7 +62,7 @@ class WeightFormat:
         return best_split_k(x, layer.weight, max_split_k)
 
     def factors(self, layer: LinearBase, x: NormInput) -> tuple[Any, torch.Tensor, torch.Tensor | None] | None:
-        """Return (rows, weight, scales) for kernels that compute this matmul, or None if only `linear` can do it.
+        """Return (rows, weight, scales) for kernels that compute this matmul, or None if only `linear` computes it.
 
         `scales` is None unless the weight is FP8.
         """
@@ -106,7 +106,7 @@ def product(layer: Any, x: NormInput, act: nn.Module | None = None) -> Any:
 def partial_sum(layer: Any, x: Any) -> PartialSum:
     """Return the output of a RowParallelLinear as an unfinished sum over the ranks. The next norm completes the sum.
 
-    For a small batch, a rank may also split its inputs (split-K), if this is faster.
+    For a small batch, a rank may also split the matmul along K, the input dimension, if this is faster.
     """
     bias = layer.bias if layer.tp.rank == 0 else None  # the sum over ranks must contain it once
     num_rows, split_k = len(x), 1

@@ -1,4 +1,4 @@
-"""Defines deferred norms. The kernel of the following matmul may compute such a norm."""
+"""Defines deferred norms. The kernel of the following matmul may compute a deferred norm."""
 
 import torch
 
@@ -11,7 +11,7 @@ from nanovllm.utils.partial_sum import PartialSum
 def add_rms_norm(
     x: PartialSum, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm of x + residual, and x + residual itself, both [T, N]. x + residual may overwrite `residual`."""
+    """Return the norm of x + residual, and x + residual itself, both [T, N]. The sum may overwrite `residual`."""
     total = x.reduce() if residual is None else residual.add_(x.reduce())
     return rms_norm(total, weight, eps), total
 

@@ -23,7 +23,7 @@ VARIANT = "-invariant"  # the variant of the operations: see kernels/__init__.py
 
 @contextmanager
 def invariant_operations() -> Iterator[None]:
-    """Use the batch-invariant operations in this thread within a `with` block."""
+    """A context manager: in its `with` block, this thread uses the batch-invariant operations."""
     token = variant.set(VARIANT)
     try:
         yield
@@ -34,8 +34,8 @@ def invariant_operations() -> Iterator[None]:
 def refuse_states(runner: "ModelRunner", *known: type) -> None:
     """Raise ValueError if a layer with a state has a type that is not in `known`.
 
-    The state of a layer of another type might depend on how prompts are divided into chunks. The model of `runner` must
-    be loaded.
+    The state of a layer of an unknown type might depend on how prompts are divided into chunks. The model of `runner`
+    must be loaded.
     """
     layers = (layer for spec, layers in runner.cache_groups.items() if spec.of_states for layer in layers)
     for layer in layers:

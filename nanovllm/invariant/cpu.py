@@ -36,9 +36,9 @@ class Runner(BatchRunner):
 
 @torch.inference_mode()
 def check_products(model: nn.Module, dtype: torch.dtype) -> None:
-    """Raise RuntimeError if this CPU's library computes different results for equal rows of a block.
+    """Raise RuntimeError if a matmul maps equal rows of a block to different results on this CPU.
 
-    Batch invariance on a CPU also requires that equal calls return equal results.
+    Batch invariance also requires that equal calls return equal results, which this function does not check.
     """
     random = torch.Generator().manual_seed(0)
     results = {}  # the key describes the matmul's operands

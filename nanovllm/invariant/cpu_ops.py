@@ -1,15 +1,15 @@
 """CPU replacements for operations whose definitions depend on the number of rows.
 
-With several threads, the size of the batch would determine how the threads divide loops over elements. So a runner
-computes a step in one thread. In one thread, elementwise operations and reductions over the last dimension compute each
-row independently of other rows. In the following operations, a row's result also depends on other rows, so these
-operations are replaced:
+A runner computes a step in one thread, because the size of the batch would determine how several threads divide loops
+over elements. In one thread, elementwise operations and reductions over the last dimension compute each row
+independently of other rows. In the following operations, a row's result also depends on other rows, so these operations
+are replaced:
 
-- Matmuls: the library chooses a method by shape. Here, matmuls are computed in blocks of a fixed shape, in all threads.
-- Functions of few elements: PyTorch computes most elements with vector instructions, but the last elements one by one.
-  Here, these functions are computed row by row.
-- The chunked form of the gated delta rule: sums depend on where a chunk begins. Here, each token is computed alone, as
-  in a decode step.
+- Matmuls: the library chooses a method by shape. The replacement multiplies blocks of a fixed shape with all threads.
+- Functions of few elements: PyTorch computes most elements of a tensor with vector instructions, but the last elements
+  one by one. The replacements compute such functions row by row.
+- The chunked form of the gated delta rule: sums depend on where a chunk begins. The replacement computes each token
+  alone, as in a decode step.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,10 @@ num_threads: ContextVar[int] = ContextVar("threads of a product")
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Use one thread within a `with` block. Within the block, matmuls still use the previous number of threads."""
+    """A context manager: in its `with` block, PyTorch uses one thread.
+
+    Matmuls still use the previous number of threads.
+    """
     before = torch.get_num_threads()
     token = num_threads.set(before)
     torch.set_num_threads(1)
@@ -61,7 +64,7 @@ gate_scores = linear
 
 
 def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Compute the gate row by row, because a row of gates may be a single value."""
+    """Compute the gate row by row: otherwise, one vector instruction could compute the gates of several rows."""
     if len(x) <= 1:
         return NotImplemented
     return torch.cat([gates.sigmoid_gate(*row) for row in zip(x.split(1), gate.split(1))])
@@ -91,7 +94,7 @@ def delta_net_chunks(qkvz, ba, layer: Any, states: State, state_rows, starts, nu
 
 
 def delta_net_drafts(qkvz, ba, layer: Any, states: State, rows, context_lens, out, count=None) -> None:
-    """Compute the accepted drafts of the previous step, one certain token and the new drafts, one by one.
+    """Process the accepted drafts of the previous step, one token that is not a draft, and new drafts, one by one.
 
     New drafts leave the stored state unchanged.
     """

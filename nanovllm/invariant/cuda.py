@@ -47,7 +47,7 @@ class Runner(CUDAModelRunner):
     def size_kv_cache(self, available: int) -> None:
         """Reserve memory for the partial sums of decode attention.
 
-        The memory use of the largest prefill step was measured, but a prefill step does not need these sums.
+        The memory use was measured in a prefill step, which does not need these sums.
         """
         num_rows, max_len = self.config.max_num_seqs * self.config.tokens_per_row, self.config.max_model_len
         layers = (layer for layer in self.model.modules() if isinstance(layer, Attention))

@@ -1,7 +1,4 @@
-"""Replacements for the CUDA operations whose results depend on the number of rows.
-
-Results of all other CUDA operations do not depend on this number.
-"""
+"""Replacements for the CUDA operations whose results depend on the number of rows."""
 
 from functools import partial
 

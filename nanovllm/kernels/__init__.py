@@ -22,7 +22,10 @@ _forget: list[Callable[[], None]] = []  # each clears the cached choices of one 
 
 
 def ops_for(device: torch.device) -> Mapping[str, Callable]:
-    """Return the replacements on `device` by operation name: none on a CPU, unless a variant is set."""
+    """Return a mapping from operation names to replacements on `device`.
+
+    On a CPU without a variant, the mapping is empty.
+    """
     if (kind := device.type + variant.get()) not in _tables:
         has_kernels = kind == "cuda" and importlib.util.find_spec("triton") is not None
         _tables[kind] = vars(importlib.import_module("nanovllm.kernels.ops")) if has_kernels else {}
@@ -41,7 +44,7 @@ def register_ops(device_type: str, table: Mapping[str, Callable]) -> None:
 
 
 def operation(definition: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a definition, which a kernel may replace on the device of the first argument."""
+    """Decorate a definition that a kernel may replace, depending on the device of the first argument."""
 
     @cache  # a small model on a CPU calls 50 operations per token
     def choose(device: torch.device, variant: str) -> Callable:

@@ -1,7 +1,8 @@
 """FP8 (e4m3) in kernels: conversions, and rows of numbers that share one scale.
 
-GPUs of compute capability 8.9 or higher convert `torch.float8_e4m3fn` in hardware. On other devices, the functions
-below convert the bits as uint8. Triton has no e4m3 for older GPUs, and its interpreter rounds e4m3 wrongly.
+GPUs of compute capability 8.9 or higher convert `torch.float8_e4m3fn` in hardware. On other devices, tensors contain
+the bits as uint8, and the functions below convert these bits. Triton has no e4m3 for older GPUs, and its interpreter
+rounds e4m3 wrongly.
 
 The scale of a row is the row's largest magnitude divided by 448 (the largest e4m3 value), then rounded to bfloat16. So
 the largest value of a row is almost exact. Other values have a relative error of up to 1/16, or more if they are close
@@ -126,7 +127,7 @@ def as_fp8_partner(x):
     """Convert bfloat16 queries to float16, so that they can be multiplied by e4m3 keys.
 
     The hardware converts e4m3 to bfloat16 only through float16 and float32. float16 is more precise than bfloat16. The
-    range of float16 is smaller, but far larger than the outputs of norms and projections.
+    smaller range of float16 still far exceeds the outputs of norms and projections.
     """
     if x.dtype == tl.bfloat16:
         x = tl.clamp(x.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)

@@ -61,7 +61,8 @@ def split_linear(x, weight, bias=None, split_k=1, out=None):
 def norm_linear(x, weight, bias=None, act=None):
     """Compute the norm, matmul and activation of a single row in one kernel, unless the row is an unfinished sum.
 
-    For more rows, the norm is separate. For many rows on Hopper, one kernel computes matmul and SwiGLU.
+    For several rows, a separate kernel computes the norm. For many rows on Hopper, one kernel computes matmul and
+    SwiGLU.
     """
     if len(x) != 1:
         return NotImplemented if act is None or bias is not None else swiglu(x.tensor(), weight)

@@ -14,7 +14,7 @@ from nanovllm.utils.context import get_context
 def store_kvcache(k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
     """Write keys and values [T, kv_heads, head_dim] to their cache slots [T].
 
-    Slots must not be -1. Only kernels accept -1, which denotes padding that is not stored.
+    No slot may be -1. Only kernels accept -1, the slot of padding, and store nothing there.
     """
     cache.store_kvcache(slot_mapping.long(), k, v)
 

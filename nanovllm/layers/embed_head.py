@@ -64,5 +64,5 @@ class ParallelLMHead(VocabParallelEmbedding):
         return self.tp.all_gather(linear(hidden_states, self.weight))
 
     def local_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the columns that belong to this rank's share of the vocabulary."""
+        """Return the logits of this rank's share of the vocabulary."""
         return logits[:, self.first_id : self.first_id + len(self.weight)]

@@ -1,4 +1,4 @@
-"""Linear layers, split over ranks by outputs (column-parallel) or by inputs (row-parallel), and merged layers."""
+"""Linear layers, replicated or split over ranks by output (column-parallel) or input (row-parallel) features."""
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def _padded_rows(num_rows: int) -> int:
-    """Round up to a multiple of 1 (up to 64), of 8 (up to 128), of 16 (up to 256), and so on, at most of 256."""
+    """Round 65 to 128 rows up to a multiple of 8, 129 to 256 rows to a multiple of 16, and so on, at most of 256."""
     step = 1 if num_rows <= 64 else min(256, 1 << ((num_rows - 1).bit_length() - 4))
     return -(-num_rows // step) * step
 
@@ -48,7 +48,7 @@ class LinearBase(nn.Module):
         return self.shard(*shard_id).copy(param, loaded_weight)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Compute x W^T + bias. Quantized layers override this method (quantization/)."""
+        """Compute x W^T + bias. Quantized layers in quantization/ override this method."""
         return linear(x, self.weight, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -57,7 +57,7 @@ class LinearBase(nn.Module):
 
 
 class ReplicatedLinear(LinearBase):
-    """A linear layer that every rank holds whole."""
+    """A linear layer whose complete weight is on every rank."""
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False):
         self.shape = output_size, input_size
@@ -97,7 +97,7 @@ class MergedColumnParallelLinear(LinearBase):
 
 
 class ColumnParallelLinear(MergedColumnParallelLinear):
-    """A layer that is split along the outputs. Each rank has an equal share."""
+    """A layer whose output features are split over the ranks in equal shares."""
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False):
         super().__init__(input_size, [output_size], bias)
@@ -123,7 +123,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
 
 class RowParallelLinear(LinearBase):
-    """A layer that is split along the inputs. Each rank holds a slice of x, and the ranks' results are summed."""
+    """A layer whose input features are split over ranks. Each rank has a slice of x, and the results are summed."""
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False):
         self.input_size, self.output_size = input_size, output_size

@@ -31,7 +31,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos_sin_cache", table, persistent=False)
 
     def forward(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return q [T, heads, head_dim] and k [T, kv_heads, head_dim], rotated by their positions [T]."""
+        """Return q [T, heads, head_dim] and k [T, kv_heads, head_dim], rotated by the tokens' positions [T]."""
         cos, sin = self.cos_sin_cache.index_select(0, positions).unsqueeze(1).chunk(2, -1)  # [T, 1, N / 2]
         return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
 

@@ -47,7 +47,7 @@ class Sampler(nn.Module):
         """Draw token ids [S] int32 from logits [S, shard]. Column 0 belongs to token `first_id`.
 
         temperatures: [S] float32.
-        seeds: [S, 2] int32; by default, PyTorch's generator draws them.
+        seeds: [S, 2] int32; by default, PyTorch's generator draws the seeds.
         positions: [S] int32.
         cutoffs: [S] int64, from `logit_cutoffs`. A token whose key is below its row's cutoff is not drawn.
         """
@@ -113,8 +113,8 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, quads: torch.Tens
     """Return standard Gumbel noise [N, 4] float32.
 
     A quad in `quads` [N] stands for the ids 4 * quad to 4 * quad + 3. Noise depends only on the seed, the position and
-    the token id. Philox's key is the seed, and its counter is (token id // 4, position, 0, 0). Word (token id % 4) of
-    the output becomes the noise.
+    the token id. Philox's key is the seed, and its counter is (token id // 4, position, 0, 0). Output word number
+    (token id % 4) becomes the noise.
     """
     zero = torch.zeros_like(quads)
     words = philox((quads, positions.long(), zero, zero), (seeds.long() & _WORD).unbind(-1))

@@ -1,9 +1,9 @@
 """Finds the model family of a checkpoint, and reads the checkpoint's shape.
 
-A family is a module of this package, named after the `model_type` in config.json and imported on first use. Its class
-has the architecture's name in transformers: the module `qwen3_moe` contains `Qwen3MoeForCausalLM`. The class is
-constructed as `cls(config)`, with a ModelConfig whose `max_position_embeddings` is the length of the engine's longest
-sequence. CONTRIBUTING.md shows how to add a family. The class has:
+A family is a module of this package, named after the `model_type` in config.json and imported on first use. The
+family's class has the architecture's name in transformers: the module `qwen3_moe` contains `Qwen3MoeForCausalLM`. The
+class is constructed as `cls(config)`, with a ModelConfig whose `max_position_embeddings` is the length of the engine's
+longest sequence. CONTRIBUTING.md shows how to add a family. The class has:
 
 - `read_config(raw, file)`: returns the family's fields of ModelConfig as a dict, from the content `raw` of config.json.
   Raises a ValueError that names `file` if the class does not support the model
@@ -238,7 +238,7 @@ def _eos_token_ids(file: Path, raw: dict, vocab_size: int) -> frozenset[int]:
 
 
 def dtype_in_use(wanted: str | torch.dtype, stored: torch.dtype, device: str, folder: Path) -> tuple[torch.dtype, str]:
-    """Return the engine's dtype for the setting `dtype` (`wanted`) and, if the setting is "auto", the reason."""
+    """Return the engine's dtype and, if `wanted` (the setting `dtype`) is "auto", the reason for this dtype."""
     if wanted != "auto":
         name = str(wanted).removeprefix("torch.")
         check_choice("dtype", name, ("auto", *DTYPES))

@@ -1,4 +1,4 @@
-"""The text part of Gemma 4 12B, which reads images and audio without a tower: Gemma 4 as a plain decoder.
+"""The text part of Gemma 4 12B, which is a plain decoder, and which reads images and audio without a tower.
 
 There are no experts, and no embeddings for each layer.
 """

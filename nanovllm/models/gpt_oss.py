@@ -59,7 +59,7 @@ class GptOssForCausalLM(Qwen3ForCausalLM):
 
     @staticmethod
     def read_config(raw: dict, file: Path) -> dict:
-        """Return the fields of ModelConfig. `details` contains each layer's window, or None for no window."""
+        """Return the fields of ModelConfig. `details` contains each layer's window, or None for full attention."""
         num_layers = raw["num_hidden_layers"]
         window = check_int(f"{file}: sliding_window", raw["sliding_window"], low=1)
         kinds = raw.get("layer_types") or ("sliding_attention", "full_attention") * num_layers

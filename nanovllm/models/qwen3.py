@@ -4,7 +4,7 @@ In shapes, T is the number of tokens in a step. The tokens of all sequences in t
 ranks, `num_heads`, `num_kv_heads` and the intermediate size in shapes are per rank. Hidden states are equal on all
 ranks.
 
-On CUDA, fused versions replace these `forward` methods (fused/). Fused and unfused results differ only by rounding.
+On CUDA, fused versions in fused/ replace these `forward` methods. Fused and unfused results differ only by rounding.
 """
 
 from pathlib import Path
@@ -72,7 +72,7 @@ class Qwen3DecoderLayer(nn.Module):
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (x, residual). The layer's output is x + residual. The next norm adds the two.
+        """Return (x, residual). The layer's output is x + residual, which the next norm computes.
 
         `residual` is None in the first layer. The next layer may overwrite the returned residual.
         """

@@ -1,4 +1,4 @@
-"""Functions for the methods of `LLM` that compute vectors. Each function has the name of its method."""
+"""Functions for the methods of `LLM` that compute vectors. Each function has the same name as its method."""
 
 from typing import TYPE_CHECKING
 
@@ -29,8 +29,8 @@ def embed(
     prompts: the same kinds of prompts as for `generate`.
     dimensions, normalize: see PoolingParams.
     prompt_name: the name of one of the checkpoint's prompts, such as "query", to put before each text.
-    instruction: what a query asks for. The instruction is put before each text as "Instruct: ...", the form that
-        Qwen3-Embedding expects.
+    instruction: a description of the queries' task. The instruction is put before each text as "Instruct: ...", the
+        form that Qwen3-Embedding expects.
 
     Raises ValueError or TypeError, as `generate` does, and ValueError if the task is not "embed".
     """

@@ -1,4 +1,4 @@
-"""Reads from a checkpoint what to compute from a text: an embedding, a score or classes, and from which tokens."""
+"""Reads from a checkpoint whether to compute embeddings, scores or classes, and which tokens of a text to use."""
 
 import json
 from dataclasses import dataclass, field
@@ -28,10 +28,10 @@ class PoolingConfig:
     normalize: whether embeddings are divided by their Euclidean norm by default.
     activation: maps logits to scores or probabilities: "sigmoid", "softmax" or "identity".
     labels: the names of the classes, or () for embeddings.
-    token_ids: the tokens whose logits score a text: (irrelevant, relevant), or only the second. If there are none, the
-        checkpoint has a classification head, or the task is "embed".
-    prompts: texts to put before a text, by name, from `config_sentence_transformers.json`.
-    default_prompt_name: the prompt of texts for which no name is given.
+    token_ids: the ids of the tokens whose logits score a text: (irrelevant, relevant) or (relevant,). The tuple is
+        empty if the checkpoint has a classification head, or if the task is "embed".
+    prompts: prefixes of texts, by name, from `config_sentence_transformers.json`.
+    default_prompt_name: the name of the prefix for texts whose caller gives no name.
     dimensions: the sizes to which embeddings may be shortened, or () for any size.
     """
 
@@ -97,7 +97,7 @@ def _prompts(saved: dict) -> dict[str, Any]:
 
 
 def _read_embedding(folder: Path, modules: dict[str, Path], raw: dict) -> dict[str, Any]:
-    """Return the fields of a PoolingConfig that the modules of sentence-transformers define."""
+    """Return those fields of a PoolingConfig whose values the modules of sentence-transformers define."""
     fields: dict[str, Any] = {"dimensions": tuple(raw.get("matryoshka_dimensions") or ())}
     if not modules:
         return fields
@@ -149,7 +149,7 @@ def _labels(raw: dict, file: Path) -> tuple[str, ...]:
 
 
 def _modules(folder: Path) -> dict[str, Path]:
-    """Return the folder of each module in `modules.json`, if any, by the module's class in sentence-transformers."""
+    """Return a dict that maps the class of each module in `modules.json` to the module's folder."""
     file = folder / "modules.json"
     try:
         modules = json.loads(file.read_bytes()) if file.is_file() else []

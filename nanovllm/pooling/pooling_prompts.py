@@ -24,7 +24,7 @@ RERANKER_FAMILIES = ("qwen3",)  # their rerankers use this template, unless the 
 
 
 def prefix_of(config: Config, prompt_name: str | None, instruction: str | None) -> str:
-    """Return the text to put before an embedded text. Raises ValueError for an unknown `prompt_name`."""
+    """Return the prefix of a text to embed. Raises ValueError for an unknown `prompt_name`."""
     prompts = config.pooling.prompts
     if instruction is not None:
         if prompt_name is not None:
@@ -64,9 +64,9 @@ def pair_prompt(
     """Return the prompt that scores a document for a query.
 
     The text comes from `template`, which contains `{query}`, `{document}` and, if needed, `{instruction}`. Without
-    `template`, the text comes from the checkpoint's chat template if that template has the roles "query" and
-    "document", otherwise from RERANKER_TEMPLATE for RERANKER_FAMILIES. For other checkpoints, the tokenizer joins the
-    two texts.
+    `template`, the checkpoint's chat template makes the text if this template has the roles "query" and "document". If
+    not, RERANKER_TEMPLATE makes the text for RERANKER_FAMILIES. For other checkpoints, the tokenizer joins the query
+    and the document.
     """
     tokenizer = processor.tokenizer
     if template is None and _has_roles(tokenizer):

@@ -56,7 +56,7 @@ class PoolingRequest(Request):
 def pooling_request(
     processor: InputProcessor, prompt: Prompt, params: PoolingParams, kind: OutputKind, priority: int = 0
 ) -> PoolingRequest:
-    """Make a request for one text. Raises the errors of `InputProcessor.request` and of `params`."""
+    """Make a request for one text. Raises the same errors as `InputProcessor.request` and `params.check`."""
     params.check(processor.config)
     if priority:
         priority = processor.check_priority(priority)

@@ -80,14 +80,14 @@ class AnswerHead(ClassificationHead):
 class PoolingRunner(BatchRunner):
     """Computes a vector for each prompt that a step completes.
 
-    With the mode "last", a vector depends on the last hidden state only. Otherwise, a table on the device holds a part
-    of each vector, until the last chunk of the prompt is computed.
+    With the mode "last", a vector depends on the last hidden state only. With other modes, a table on the device holds
+    the partial vector of each prompt until the prompt's last chunk is computed.
     """
 
     partial_vectors: Any = None  # [requests + 1, hidden_size] float32, by request index
 
     def make_model(self) -> nn.Module:
-        """Make the model, without weights, with the head of the task as its output head."""
+        """Make the model without weights, and replace its output head by the head of the task."""
         model: Any = super().make_model()
         config, pooling = model.config, self.config.pooling
         model.config = replace(config, tie_word_embeddings=False)
@@ -112,7 +112,7 @@ class PoolingRunner(BatchRunner):
             self.partial_vectors = torch.zeros(size, dtype=torch.float32, device=self.device)
 
     def run_batch(self, batch: DeviceBatch) -> tuple[torch.Tensor, SamplerInput]:
-        """Run the model. Unless the mode is "last", give pooled vectors [S, hidden_size] to the head of the task."""
+        """Run the model. Unless the mode is "last", the head of the task reads pooled vectors [S, hidden_size]."""
         hidden_states, x = super().run_batch(batch)
         if self.config.pooling.mode != "last":
             x = x._replace(hidden_states=self.pool(hidden_states, batch))
@@ -121,8 +121,8 @@ class PoolingRunner(BatchRunner):
     def pool(self, hidden_states: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
         """Add a step's hidden states [T, hidden_size] to the table.
 
-        Return the vectors of the sampled rows, in float32. A vector is the mean of all hidden states of a prompt, or
-        the first hidden state.
+        Return the vectors of the prompts that this step completes, in float32. A vector is the mean of all hidden
+        states of a prompt, or the first hidden state.
         """
         starts, lengths, rows = batch.cu_seqlens_q, batch.context_lens, batch.state_rows[1].long()
         is_first_chunk = (lengths == starts.diff()).unsqueeze(1)

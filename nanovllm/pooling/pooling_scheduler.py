@@ -20,7 +20,7 @@ class PooledSequence(Sequence):
 
 
 class PooledResult(NamedTuple):
-    """The result of a step on the host, instead of a `StepResult`.
+    """The result of a step on the host, which takes the place of a `StepResult`.
 
     vectors: a vector for each sequence in the step's `sampled_seqs`.
     """
@@ -33,7 +33,7 @@ class PooledResult(NamedTuple):
 class PoolingScheduler(Scheduler):
     """A scheduler that ends a sequence when its vector has arrived. No step decodes.
 
-    The next step may use the blocks of a prompt that this step completes, because the device runs steps in order. So a
+    The next step may use the blocks of a prompt that this step completes, because the device runs steps in order. A
     full step of short prompts can be launched before the vectors of the previous step have arrived.
     """
 

@@ -2,13 +2,13 @@
 
 See docs/quantization.md.
 
-Each module in `formats/` defines the format with its name (with dashes instead of underscores). The module has one or
-both of these functions:
+Each module in `formats/` defines one format. The format's name is the module's name with dashes instead of underscores.
+The module has one or both of these functions:
 
 - `read_config(raw, file)` turns the `quantization_config` of a config.json into a QuantConfig, if `quant_method` is the
   format's name. The function raises a ValueError that names `file` if the configuration is not supported.
-- `config_on_load()` returns the QuantConfig if the setting `quantization` is the format's name: weights are quantized
-  while they are loaded.
+- `config_on_load()` returns the QuantConfig if the setting `quantization` is the format's name. The loader then
+  quantizes weights.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from typing import Any
 def find_quantization(raw: dict | None, file: Path, setting: str | None) -> Any:
     """Return the QuantConfig for `raw` (`quantization_config` in config.json) and the setting `quantization`.
 
-    NVIDIA Model Optimizer may describe the format in a file of its own, next to config.json. Return None if there is no
+    NVIDIA Model Optimizer may describe the format in a separate file next to config.json. Return None if there is no
     description and no setting. Raise ValueError or TypeError if the format is not supported, or if the setting differs
     from the checkpoint's format.
     """
@@ -39,7 +39,7 @@ def find_quantization(raw: dict | None, file: Path, setting: str | None) -> Any:
 
 
 def _format(name: str, value: Any, maker: str) -> Callable:
-    """Return the function `maker` of the format `value`."""
+    """Return the function named `maker` from the module of the format `value`."""
     names = [module.name for module in iter_modules([f"{path}/formats" for path in __path__])]
     modules = {name.replace("_", "-"): import_module(f"{__name__}.formats.{name}") for name in names}
     known = {name: getattr(module, maker) for name, module in modules.items() if hasattr(module, maker)}

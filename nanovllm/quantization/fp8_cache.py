@@ -30,7 +30,10 @@ class FP8KVCache(KVCache):
     """
 
     def __init__(self, data: torch.Tensor, *scales: torch.Tensor):
-        """`scales` may contain tensors for layers of other shapes, too: see cache/window_tables.py."""
+        """Use the tensor in `scales` that fits `data`.
+
+        Other tensors are for layers of other shapes (cache/window_tables.py).
+        """
         super().__init__(data.view(torch.float8_e4m3fn) if has_fp8_units(data.device) else data)
         shape = self.k.shape[0], self.k.shape[2], self.k.shape[1]
         self.scales = next(x.view(shape) for x in scales if x.numel() == prod(shape))

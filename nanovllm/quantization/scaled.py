@@ -54,7 +54,7 @@ class QuantScheme:
         return Block(power_of_two(self.block_rows, *(len(range(p.shape[0])[p.rows]) for p in parts)), columns)
 
     def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Return the shape of the scales of a whole weight: [ceil(N / rows), ceil(K / columns)]."""
+        """Return the shape [ceil(N / rows), ceil(K / columns)] of the scales of a whole weight."""
         block = self.block_of((shape[0], shape[1]))
         return -(-shape[0] // block.rows), -(-shape[1] // block.columns)
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 class ReasoningFormat(NamedTuple):
     """The two markers that enclose the reasoning before an answer.
 
-    is_open: whether the model starts inside the reasoning by default, so that it writes no begin marker. The prompt may
-        still open or end the reasoning.
+    is_open: whether the model starts inside the reasoning by default, so that it writes no begin marker. A prompt with
+        a marker can override this default.
     """
 
     begin: str

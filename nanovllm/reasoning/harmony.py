@@ -25,7 +25,7 @@ CHANNEL = re.compile(r"<\|channel\|>\s*([^\s<]+)")
 
 
 def is_analysis(header: str) -> bool:
-    """Return whether a message is reasoning. A function call is not, although models write some calls in `analysis`."""
+    """Return whether a message is reasoning. A function call in the channel `analysis` is not reasoning."""
     channel = CHANNEL.search(header)
     return channel is not None and channel[1] == "analysis" and "to=functions." not in header
 
@@ -56,7 +56,7 @@ class HarmonyMarkers:
 class HarmonyReasoning(Reasoning):
     """The state of an answer's reasoning. The reasoning ends with the header of the first message that is not analysis.
 
-    header: the token ids of the current message's header, which do not change after the reasoning.
+    header: the token ids of the current message's header. After the reasoning, `header` no longer changes.
     is_body: whether the header of the current message is complete.
     """
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ReasoningStage(StepFeature):
-    """Stores a `Reasoning` object for each sequence, and feeds it the sequence's tokens as they reach the host."""
+    """Stores a `Reasoning` for each sequence, which processes the sequence's tokens as they reach the host."""
 
     @classmethod
     def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:

@@ -16,9 +16,9 @@ class Stage(Enum):
 class Markers:
     """The markers of a reasoning format, and how a model's vocabulary represents them.
 
-    Most models have a token for each marker. In these models, only a token that contains the whole marker counts as the
-    marker. Several tokens that together spell the marker are then part of the reasoning. In other models, any tokens
-    that spell a marker count as the marker.
+    If a model has a token for each marker, as most models do, only a token that contains the whole marker counts as the
+    marker, and several tokens that together spell the marker are part of the reasoning. In models without these tokens,
+    any tokens that spell a marker count as the marker.
     """
 
     def __init__(self, form: ReasoningFormat, tokenizer: Any, token_bytes: Mapping[int, bytes]):
@@ -70,7 +70,7 @@ class Reasoning:
     stage: whether the answer is before, inside or after its reasoning.
     num_tokens: the number of reasoning tokens, including markers.
     num_thoughts: the number of reasoning tokens after the begin marker.
-    num_ends: how often the text of the end marker has occurred. Only the last occurrence ends the reasoning.
+    num_ends: how often the text of the end marker has occurred, including occurrences that did not end the reasoning.
     """
 
     def __init__(self, markers: Markers | TextMarkers, stage: Stage):
@@ -129,8 +129,8 @@ class Reasoning:
 def _begins_or_ends_turn(token: Any) -> bool:
     """Return whether an added token may separate the turns of a conversation.
 
-    Other added tokens, such as `<tool_call>`, may occur inside reasoning. DeepSeek does not mark all separators as
-    special, so every token that contains a bar also counts as a separator.
+    Added tokens that do not separate turns, such as `<tool_call>`, may occur inside reasoning. DeepSeek does not mark
+    all separators as special, so every token that contains a bar also counts as a separator.
     """
     return bool(token.content.strip()) and (token.special or any(bar in token.content for bar in "|\uff5c"))
 

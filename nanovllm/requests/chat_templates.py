@@ -28,12 +28,13 @@ GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")  # a tag of transform
 class TemplateForms(NamedTuple):
     """The forms in which a chat template reads messages.
 
-    content_parts: the template iterates over parts of the content. Otherwise, parts are joined into one text.
-    content_text: the template accepts text as content. Otherwise, text becomes a list with one part.
-    arguments_text: the template needs a tool call's arguments as text. Otherwise, the arguments become an object.
+    content_parts: whether the template iterates over parts of the content; if not, parts are joined into one text.
+    content_text: whether the template accepts text as content; if not, text becomes a list with one part.
+    arguments_text: whether the template needs a tool call's arguments as text; if not, the arguments become an object.
     roles: the names with which the template compares a message's role.
     reasoning: the names under which the template reads the reasoning.
-    is_harmony: the template refuses messages with reasoning, content and tool calls. Their content becomes reasoning.
+    is_harmony: whether the template refuses messages that have reasoning, content and tool calls at once; if so, the
+        content becomes reasoning.
     """
 
     content_parts: bool = False
@@ -44,7 +45,7 @@ class TemplateForms(NamedTuple):
     is_harmony: bool = False
 
     def message(self, message: Message) -> Message:
-        """Convert a message to these forms. Raises ValueError for parts that are not text.
+        """Convert a message to the forms that the template reads. Raises ValueError for parts that are not text.
 
         Null entries are dropped, as in transformers 5. An empty list of tool calls is dropped too, because templates
         would mistake the list for calls.
@@ -67,7 +68,7 @@ class TemplateForms(NamedTuple):
         return entries
 
     def with_contents(self, messages: list[Message]) -> list[Message]:
-        """Add empty content to answers and tool results that have no content, because some templates need the entry."""
+        """Add empty content to answers and tool results without content, because some templates require content."""
         empty = {"content": "" if self.content_text else []}
         return [{**empty, **message} if message["role"] in ("assistant", "tool") else message for message in messages]
 

@@ -16,7 +16,7 @@ _BYTES |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*
 
 
 class TokenBytes(dict[int, bytes]):
-    """Maps a token id to its bytes in the middle of a text. An id without text has no bytes."""
+    """Maps a token id to the bytes that the token adds after other tokens. An id without text maps to b""."""
 
     def __init__(self, tokenizer, skip_special_tokens: bool):
         """`tokenizer` is a fast tokenizer of transformers.
@@ -56,8 +56,8 @@ class Detokenizer:
 
     The text is `decode(prompt + answer)` without its prefix `decode(prompt)`. `decode` is the tokenizer's method,
     called without `clean_up_tokenization_spaces`. The tokens' bytes form a UTF-8 stream, so a character becomes text
-    when its last byte arrives. Invalid bytes become U+FFFD. SentencePiece's `decode` differs: it also replaces valid
-    bytes next to invalid bytes.
+    when its last byte arrives. Invalid bytes become U+FFFD. Next to invalid bytes, SentencePiece's `decode` also
+    replaces valid bytes, but this class does not.
     """
 
     def __init__(self, token_ids: list[int], num_prompt_tokens: int, token_bytes: TokenBytes):

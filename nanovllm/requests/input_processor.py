@@ -1,4 +1,4 @@
-"""Turns prompts and parameters into requests, and checks them before anything is queued."""
+"""Checks prompts and parameters, and turns them into requests, before anything is queued."""
 
 import operator
 import secrets
@@ -76,7 +76,7 @@ class InputProcessor:
             self.grammars.close()
 
     def default_sampling_params(self, kind: type[SamplingParams] = SamplingParams) -> SamplingParams:
-        """Return the parameters in the model's `generation_config.json`, and the defaults of `kind` for all others."""
+        """Return the model's recommended parameters. All other parameters have the defaults of `kind`."""
         return recommended_params(self.config.model, kind)
 
     def requests(
@@ -156,7 +156,7 @@ class InputProcessor:
         return priority
 
     def set_order(self, *group: Sequence) -> None:
-        """Order a request's sequences by the scheduling policy.
+        """Ask the scheduling policy for a request's place in the scheduling order.
 
         Errors of the policy propagate before anything is queued.
         """

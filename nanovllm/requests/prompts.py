@@ -86,8 +86,8 @@ def read_prompt(
 ) -> tuple[str | None, list[int], Any]:
     """Return the text (None if unknown), the token ids and the images of a prompt that is not a string.
 
-    The images are a PromptImages, or None if there are none. Raises ValueError for images in a prompt of an engine that
-    takes no images.
+    The images are a PromptImages, or None if there are none. Raises ValueError if the prompt has images, but the engine
+    takes none.
     """
     if not has_images(prompt):
         return *read_text_prompt(prompt, template_arguments, processor), None

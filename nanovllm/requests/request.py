@@ -1,4 +1,4 @@
-"""Requests turn token ids into text, and the results of features into outputs."""
+"""Defines requests, which turn token ids into text, and make the caller's outputs."""
 
 from collections.abc import Mapping
 from time import perf_counter, time

@@ -9,7 +9,7 @@ from nanovllm.engine.outputs import OutputCollector, OutputKind, StepOutput
 class StepCallers:
     """Manages one collector for each thread that adds requests.
 
-    `step` returns the outputs of a thread's requests to this thread.
+    In each thread, `step` returns the outputs of the requests that this thread has added.
     """
 
     def __init__(self, engine_thread: EngineThread):

@@ -18,7 +18,7 @@ LOADING = "the weights are being replaced: load_weights() has not returned yet"
 class Dropped(str):
     """The reason why the engine can't run after `sleep(level=2)`.
 
-    `weights` tracks which weights were loaded since that call.
+    `weights` tracks which weights were loaded after the call of `sleep`.
     """
 
     weights: Any = None  # a ModelWeights
@@ -51,7 +51,7 @@ def refusing_requests(llm: "LLMEngine", kind: str, reason: str) -> Iterator[None
 def in_engine(thread: EngineThread, work: Callable[[], T]) -> T:
     """Call `work` in the engine's thread, between two steps, and return its result.
 
-    If `work` raises ValueError, TypeError or UnavailableError, the error is raised again here, and the engine
+    If `work` raises ValueError, TypeError or UnavailableError, this function raises the same error, and the engine
     continues. Any other error ends all requests, like an error in a step.
     """
 

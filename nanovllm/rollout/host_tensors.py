@@ -51,7 +51,7 @@ class HostWeights:
 
 
 class HostCache:
-    """Manages the KV cache of a `ModelRunner`, with the interface of `Arena`. A sleeping cache has one block."""
+    """Manages the KV cache of a `ModelRunner`, with the interface of `Arena`. During sleep, the cache has one block."""
 
     is_mapped = True
 

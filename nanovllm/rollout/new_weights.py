@@ -65,7 +65,7 @@ def load_weights(llm: "LLMEngine", weights: Iterable[tuple[str, torch.Tensor]]) 
 
 
 def weights_of(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the (name, tensor) pairs of the checkpoint in `folder`, reading each tensor when it is asked for.
+    """Yield the (name, tensor) pairs of the checkpoint in `folder`. Each tensor is read just before it is yielded.
 
     If a file is missing or broken, raises a FileNotFoundError or ValueError that names the file.
     """
@@ -149,7 +149,7 @@ class ModelWeights:
         return isinstance(name, str) and is_unused(self.model, name)
 
     def check_tied_head(self, name: str, tensor: torch.Tensor) -> None:
-        """Raise ValueError if `tensor` is an output head that should be tied to the embedding, but differs from it.
+        """Raise ValueError if `tensor` is the output head of a model with tied weights, but differs from the embedding.
 
         A head that arrives before the embedding is not compared, because storing the head would cost memory.
         """

@@ -57,8 +57,9 @@ def wake_up(llm: "LLMEngine", tags: Collection[str] | None = None) -> None:
 
     `tags` selects "weights", "kv_cache" or, by default, both.
 
-    A part that is awake stays unchanged. The engine generates once both are awake and, after level 2, all weights are
-    loaded. Raises UnavailableError and changes no rank if a device lacks memory. Raises ValueError for any other tag.
+    Memory that is already allocated stays unchanged. The engine generates again when weights and cache are awake and,
+    after level 2, all weights are loaded. Raises UnavailableError and changes no rank if a device lacks memory. Raises
+    ValueError for any other tag.
     """
     for tag in TAGS if tags is None else tags:
         check_choice("tags", tag, TAGS)
@@ -88,7 +89,7 @@ def _check_enabled(llm: "LLMEngine") -> None:
 
 
 class MemoryCall(NamedTuple):
-    """A call that every rank makes, sent by rank 0 as a message."""
+    """A call that rank 0 sends as a message, and that every rank makes."""
 
     name: str  # "release" or "take"
     level: int = 0
@@ -116,7 +117,7 @@ def open_runner(core: Engine) -> "ModelRunner":
 
 
 def sleepers_of(runner: "ModelRunner") -> dict[str, Any]:
-    """Return the objects that manage a rank's memory, by tag. On CUDA, each is an `Arena`."""
+    """Return the objects that manage a rank's memory, by tag. On CUDA, each of these objects is an `Arena`."""
     if not runner.sleepers:
         runner.sleepers = {"weights": HostWeights(runner.model), "kv_cache": HostCache(runner)}
     return runner.sleepers

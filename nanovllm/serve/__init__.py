@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.utils.waiting import waiting_for
+
 if TYPE_CHECKING:
     from nanovllm.serve.async_llm import AsyncLLM, EngineDeadError, QueueFullError
 
@@ -13,4 +15,5 @@ def __getattr__(name: str) -> Any:
     """Import a name of `__all__` on first use, so that the command line can print help without the engine."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("nanovllm.serve.async_llm"), name)
+    with waiting_for(f"Importing {name}"):
+        return getattr(import_module("nanovllm.serve.async_llm"), name)

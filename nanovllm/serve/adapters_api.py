@@ -1,6 +1,6 @@
 """Defines the adapters that the server offers as models, and the routes that add and remove adapters.
 
-These routes exist only with `--allow-runtime-lora-updating`.
+The routes that add and remove adapters exist only with `--allow-runtime-lora-updating`.
 """
 
 from collections.abc import Iterable

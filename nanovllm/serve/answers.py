@@ -34,7 +34,7 @@ def dump_json(content: Any) -> bytes:
 
 
 def encoded(content: Any) -> msgspec.Raw:
-    """Encode content, so that it can be embedded in other content."""
+    """Encode content as JSON that other content can contain."""
     return msgspec.Raw(dump_json(content))
 
 
@@ -47,7 +47,7 @@ def server_sent_event(content: dict[str, Any]) -> bytes:
 class Answer:
     """The complete or streamed answer to a client's request, which has one or several prompts.
 
-    Answers with log-probabilities are encoded in a thread, because this takes long.
+    Answers with log-probabilities are encoded in a thread, because encoding these answers takes long.
     """
 
     id_prefix: str
@@ -139,7 +139,7 @@ class Answer:
         raise NotImplementedError
 
     def chunk_choices(self, prompt_index: int, event: StreamEvent) -> list[dict[str, Any]]:
-        """Return entries of `choices` for the chunks of an event, if any.
+        """Return the entries of `choices` for an event: one entry for each chunk of the event.
 
         The last entry contains the event's tokens.
         """

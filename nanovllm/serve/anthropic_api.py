@@ -147,7 +147,7 @@ def chat_body(body: CountTokensBody) -> ChatBody:
 
 
 def _function(tool: dict[str, Any]) -> dict[str, Any]:
-    """Translate a tool. Keep the order of the tool's fields, and leave out fields that chat requests do not have."""
+    """Translate a tool. Keep the order of the tool's fields, and leave out fields that chat requests do not define."""
     function = {OF_FUNCTIONS[name]: value for name, value in tool.items() if name in OF_FUNCTIONS and value is not None}
     if "type" not in function["parameters"]:
         function["parameters"] = {"type": "object", **function["parameters"]}

@@ -28,11 +28,11 @@ class AsyncLLM(EngineClient):
     Three kinds of threads share the work. The event loop's thread submits requests and receives events. A small thread
     pool renders chat templates and tokenizes prompts. The engine's thread runs the steps, detokenizes, and notifies the
     event loop after each step. Detokenizing takes a few microseconds per token. With `async_scheduling`, the device
-    already computes the next step during this time.
+    computes the next step while the engine's thread detokenizes.
 
     When a task is cancelled or leaves its `async for` loop, the task's request ends, and the request's cache blocks are
-    freed before the next step. An error in a request is raised in its task. An error in a step ends the engine, and
-    raises EngineDeadError in all tasks.
+    freed before the next step. An error in a request is raised in the task that waits for the request. An error in a
+    step ends the engine, and raises EngineDeadError in all tasks.
     """
 
     engine: LLM
@@ -40,8 +40,8 @@ class AsyncLLM(EngineClient):
     def __init__(self, model: str, *, max_queued_requests: int = 1024, **settings: Any) -> None:
         """Load the model. `settings` are the settings of `LLM`. Raises the same errors as `LLM`.
 
-        max_queued_requests: how many answers may wait, in addition to `max_num_seqs` running answers. Each of the `n`
-            answers to a prompt counts.
+        max_queued_requests: how many answers may wait, in addition to `max_num_seqs` running answers. A prompt with `n`
+            answers counts `n` times.
         """
         max_queued = check_int("max_queued_requests", max_queued_requests, low=0)
         self.engine = LLM(model, **settings)

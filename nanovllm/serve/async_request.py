@@ -39,7 +39,7 @@ class AsyncRequest:
     # -- what the AsyncLLM calls ---------------------------------------------------------------------------------------
 
     def add_event(self, event: StreamEvent) -> None:
-        """Add an event. After all new events, the AsyncLLM calls `tell` once."""
+        """Add an event. When the AsyncLLM has added all new events, it calls `tell` once."""
         self._events.append(event)
         if event.finish_reason is not None:
             self._num_unfinished -= 1

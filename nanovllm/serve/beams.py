@@ -11,7 +11,7 @@ from nanovllm.requests.request import TokensPrompt
 
 
 class BeamCompletion(BeamRequest):
-    """A beam search. The output has `n` answers, but a search counts as one answer for the server's limits."""
+    """A beam search. The output has `n` answers, but the server's limits count a search as one answer."""
 
     @property
     def params(self) -> BeamSearchParams:

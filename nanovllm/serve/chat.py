@@ -34,7 +34,7 @@ def template_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of the chat template, except for the messages.
 
-    Raises ApiError if the client sets an argument that it must not set.
+    Raises ApiError if the client sets an argument that clients must not set.
 
     template: the server's template, or several templates by name.
     is_trusting: whether the server renders the templates of clients, although a template is a program.

@@ -1,6 +1,6 @@
 """Defines routes with which trainers pause the engine, put it to sleep, load weights, and reset the prefix cache.
 
-Other clients must not use these routes, so they exist only with `--enable-dev-endpoints`.
+Only trainers may use the routes, so the routes exist only with `--enable-dev-endpoints`.
 """
 
 from asyncio import to_thread

@@ -43,10 +43,10 @@ class EngineDeadError(RuntimeError):
 class EngineClient(ABC):
     """Generates text for any number of tasks of one event loop: `async for output in llm.generate(prompt, params)`.
 
-    Five thread pools prepare requests. The first renders chat templates and tokenizes, the second (a single thread)
-    tokenizes long texts, the third reads images, the fourth compiles grammars, and the fifth renders templates that may
-    be slow. Subclasses compute the answers: AsyncLLM with an engine in this process, FrontClient and AsyncReplicas in
-    other processes. Subclasses call `_forget` when a request has ended.
+    Five thread pools prepare requests. One pool renders chat templates and tokenizes, one (a single thread) tokenizes
+    long texts, one reads images, one compiles grammars, and one renders templates that may be slow. The subclass
+    AsyncLLM computes answers with an engine in this process. The subclasses FrontClient and AsyncReplicas use engines
+    in other processes. Subclasses call `_forget` when a request has ended.
     """
 
     engine: LLM | None = None  # the engine, if it runs in this process
@@ -54,7 +54,7 @@ class EngineClient(ABC):
     error: BaseException | None = None  # the error that ended the engine
 
     def __init__(self, processor: InputProcessor, max_live: int):
-        """max_live: the maximum number of running and waiting answers. Each of the `n` answers to a prompt counts."""
+        """max_live: the maximum number of running and waiting answers. A prompt with `n` answers counts `n` times."""
         self.input_processor, self.max_live = processor, max_live
         self.on_failure: list[Callable[[BaseException], None]] = []  # called in any thread when the engine has failed
         self.on_end: list[Callable[[AsyncRequest], None]] = []  # called in the event loop when a request has ended
@@ -276,7 +276,7 @@ class EngineClient(ABC):
         return PromptLane(self.input_processor, takes_long_texts=True)
 
     async def _in_thread(self, pool: ThreadPoolExecutor, call: Callable[[], T]) -> T:
-        """Run `call` in a thread of `pool`. Raises EngineDeadError if the engine ends first."""
+        """Run `call` in a thread of `pool`. Raises EngineDeadError if the engine ends before `call` returns."""
 
         def checked_call() -> T:
             self.check_open()

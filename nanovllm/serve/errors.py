@@ -92,7 +92,7 @@ def api_error(error: BaseException, fields: Container[str] | None = None) -> Api
 
 @contextmanager
 def about(fields: Container[str]) -> Iterator[None]:
-    """Convert the errors of a `with` block that checks a request with these fields, using `api_error`."""
+    """During a `with` block that checks a request with these fields, convert errors to ApiErrors."""
     try:
         yield
     except Exception as error:
@@ -122,7 +122,7 @@ def body_error(error: Exception) -> ApiError:
 
 
 def too_deep(error: Exception, body: bytes) -> Exception:
-    """Return an ApiError that names a field with too many levels. If there is no such field, return `error`."""
+    """Return an ApiError that names a field with too many nested levels. If there is no such field, return `error`."""
     for name, value in json.loads(body).items():
         level = [value]
         for _ in range(MAX_LEVELS):

@@ -16,13 +16,13 @@ A frame is a JSON-serializable dict of differences from the previous frame. Empt
 - `waiting`: [number of waiting sequences, name of the first one, name of the second one, ...]; left out if unchanged.
 - `tables`: [name, n, block id, ...] for each block table that keeps its first n entries and continues with these ids.
 - `cached`: ids of blocks that no sequence holds, but that the prefix cache can find.
-- `free`: ids of blocks that the prefix cache can no longer find, or that a window table holds. Blocks in no table are
-  free unless they are cached.
+- `free`: ids of blocks that the prefix cache can no longer find, or that a window table holds. A block that is in no
+  table is free unless it is cached.
 - `counts`: totals of prompt tokens, cached tokens, output tokens and preemptions; left out if unchanged.
 - `windows`: the number of blocks that sequences hold in the block tables of layers with a window; left out if
-  unchanged. `tables` does not list these blocks.
+  unchanged. `tables` does not list blocks of layers with a window.
 - `ttft`: seconds to the first token, for each sequence that got its first token.
-- `key`: facts about the engine. A frame with this field does not depend on earlier frames.
+- `key`: facts about the engine. A frame with `key` does not depend on earlier frames.
 
 The name of a sequence is its request's id, such as "12", or "12.3" if the request has several answers. Neither text nor
 token ids are recorded.

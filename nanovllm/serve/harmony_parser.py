@@ -17,7 +17,7 @@ BETWEEN = "\n\n"  # is put between two messages of the same kind
 class HarmonyParser:
     """Splits the text of one answer into reasoning, content and calls.
 
-    The token ids show whether a control is a special token, or whether ordinary tokens spell its text.
+    The token ids show whether a control is a special token, or text that ordinary tokens spell.
     """
 
     is_over = False  # another message may follow

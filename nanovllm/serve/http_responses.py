@@ -36,10 +36,10 @@ def error_response(error: ApiError, path: str, **headers: str) -> Response:
 
 
 def endpoint(route: APIRoute, seconds: float) -> Endpoint:
-    """Return a function that answers the requests of a route. All these requests must have a body.
+    """Return a function that answers the requests of a route. Each request of the route must have a body.
 
     The function bypasses FastAPI's layers, which would double the time per request. Work on a request stops when the
-    client disconnects, or after `seconds`.
+    client disconnects, or after `seconds` seconds.
     """
     kind: TypeAdapter[Any] = TypeAdapter(route.endpoint.__annotations__["body"])
 
@@ -60,8 +60,8 @@ def endpoint(route: APIRoute, seconds: float) -> Endpoint:
 class EventStream(Response):
     """A response of server-sent events. If an error occurs after the first event, the error is sent as an event.
 
-    The code that delivers outputs also writes them to the connection, so no task has to wake up. Nothing is written
-    until the client has taken the previous piece. Events of the meantime are merged.
+    The code that delivers outputs also writes them to the connection, so no task has to wake up. Until the client has
+    taken the previous piece, nothing is written, and new events are merged.
     """
 
     def __init__(self, answer: Answer, end: Callable[[], None], until: float):

@@ -117,9 +117,10 @@ def tokens_prompt(token_ids: list[int], text: str | None, images: Any = None) ->
 def longest_token(tokenizer: Any) -> int | None:
     """Return the most bytes of normalized UTF-8 text that a token can stand for; `None` if there is no bound.
 
-    There is a bound under three conditions. The vocabulary contains every byte, so no token represents unknown text.
-    Normalizers and pre-tokenizers remove nothing, and treat the parts of a text between special tokens as they treat a
-    whole text. No special token absorbs the spaces around it.
+    There is a bound under three conditions:
+    - The vocabulary contains every byte, so no token represents unknown text.
+    - Normalizers and pre-tokenizers remove nothing, and treat each part between special tokens like a whole text.
+    - No special token absorbs the spaces around it.
     """
     backend, added = tokenizer.backend_tokenizer, tokenizer.added_tokens_decoder.values()
     vocab = backend.get_vocab(with_added_tokens=False)

@@ -1,8 +1,8 @@
 """Defines the request bodies of the HTTP API, with OpenAI's and vLLM's fields. Other fields are ignored.
 
-Bodies are checked in the event loop, so the time of a check must be bounded: two megabytes of wrong items would produce
-a million errors, which take seconds. Therefore, the check of a list stops at the first wrong item, and the contents of
-large dicts are not checked here.
+Bodies are checked in the event loop, so the time of a check must be bounded. For example, two megabytes of wrong items
+would produce a million errors, which take seconds. Therefore, the check of a list stops at the first wrong item, and
+the contents of large dicts are not checked here.
 """
 
 import logging
@@ -270,7 +270,7 @@ class ChatBody(ChatFields, GenerationBody):
 
 
 def translated(form: type[ChatBody], fields: dict[str, Any]) -> ChatBody:
-    """Make a chat body from the fields of another endpoint. Error messages name the fields of that endpoint."""
+    """Make a chat body from the body of another endpoint. Error messages use the field names of that endpoint."""
     try:
         return form.model_validate(fields)
     except ValidationError as validation_error:

@@ -7,7 +7,7 @@ from nanovllm.serve.tool_parsers import HarmonyToolParser, ToolParser, length_be
 
 
 def make_reasoning_parser(reasoning: Reasoning, tools: ToolParser | None = None) -> "ReasoningParser | HarmonyParser":
-    """Return a parser for an answer that begins in the state `reasoning`. `tools` finds calls in its content."""
+    """Return a parser for an answer that begins in the state `reasoning`. `tools` finds calls in the content."""
     if isinstance(reasoning, HarmonyReasoning):
         return HarmonyParser(reasoning, isinstance(tools, HarmonyToolParser))
     return ReasoningParser(reasoning)

@@ -36,15 +36,15 @@ UNREAD_SECONDS = 120.0  # a connection is reset after this time if its client do
 class RequestLimits:
     """ASGI middleware that checks the host and the API key, and reads the body within limits on size and time.
 
-    A route begins after the whole body has arrived, so it never waits for a client that sends slowly.
+    A route begins after the whole body has arrived, so the route never waits for a client that sends slowly.
     """
 
     def __init__(
         self, app: Any, settings: ServerSettings, endpoints: Mapping[str, Endpoint], expects_images: bool = False
     ):
-        """endpoints: by path, the function that answers POST requests instead of `app`. Each iteration of the event
-            loop admits only a few of these requests, so that a burst does not delay other work.
-        expects_images: whether bodies may be long because of images. Then refuse long bodies with many commas.
+        """endpoints: maps a path to the function that answers POST requests instead of `app`. Each iteration of the
+        event loop admits only a few POST requests, so that a burst does not delay other work.
+        expects_images: whether bodies may be long because of images. If so, long bodies with many commas are refused.
         """
         self._expects_images = expects_images
         self._endpoints, self._turns = endpoints, LoopTurns(*ADMITTED_PER_TURN, REQUEST_SECONDS)
@@ -124,7 +124,7 @@ class RequestLimits:
         return matches
 
     async def _read(self, request: Request, length: bytes) -> None:
-        """Read the body into the cache of `request`. Raises ApiError: 413 if it is too long, 408 if it is too slow."""
+        """Read the body into the cache of `request`. Raises ApiError if the body is too long or too slow."""
         self._check_length(int(length[:20]) if length.isdigit() else 0)
         try:
             with fail_after(self.settings.body_timeout):
@@ -173,9 +173,9 @@ async def _answer_head(answer: ASGIApp, scope: Scope, receive: Receive, send: Se
 class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 protocol, with limits on the size and the duration of headers. It refuses pipelining.
 
-    uvicorn closes idle connections, but its timer stops at the first byte of a request. From this byte on, the client
-    has `HEADER_SECONDS` to send all headers. Requests to upgrade the protocol are ignored, as HTTP permits. Invalid
-    requests and requests refused before routing get errors in the usual format.
+    uvicorn closes idle connections, but its timer stops at the first byte of a request. From the first byte on, the
+    client has `HEADER_SECONDS` to send all headers. Requests to upgrade the protocol are ignored, as HTTP permits.
+    Errors for invalid requests, and for requests that are refused before routing, have the API's usual format.
     """
 
     is_lost = False  # True when the client has closed the connection
@@ -220,10 +220,10 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._refuse(ApiError(400, LONG_HEADERS))
 
     def _parse(self, data: bytes) -> None:
-        """Feed data to the parser. If a request asks for an upgrade, parse it again without this header.
+        """Feed data to the parser. If a request asks for an upgrade, parse it again without the upgrade header.
 
-        The parser stops before the body of such a request. A new parser then reads the request again, because the old
-        parser accepts no further request after `connection: close` or an HTTP/1.0 request.
+        The parser stops before the body of a request that asks for an upgrade. A new parser then reads the request
+        again, because the old parser accepts no further request after `connection: close` or an HTTP/1.0 request.
         """
         while data:
             try:

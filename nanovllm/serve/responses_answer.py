@@ -77,7 +77,7 @@ class ResponsesAnswer(ChatAnswer):
     # -- items ---------------------------------------------------------------------------------------------------------
 
     def _take(self, piece: CompletionOutput | StreamEvent) -> Iterator[bytes]:
-        """Add a piece of the answer to the output, and yield its events.
+        """Add a piece of the answer to the output, and yield the events of the piece.
 
         Each event is encoded before the next event changes the same item.
         """

@@ -28,7 +28,7 @@ LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 class ServerSettings:
     """The settings of the HTTP server: its address, access, formats and limits.
 
-    host: the address to listen on. The default is unreachable from other machines.
+    host: the address to listen on. Other machines can't reach the default address.
     port: the port to listen on; 0 selects any free port.
     api_key: a key that clients must send as `Authorization: Bearer KEY` or `x-api-key: KEY`; by default no key is
         needed. The environment variables NANOVLLM_API_KEY and VLLM_API_KEY add further keys, which do not appear in the
@@ -43,7 +43,7 @@ class ServerSettings:
     lora_modules: the adapters that clients can choose as `model`, each as NAME=PATH; they need the engine's setting
         `enable_lora`.
     allow_runtime_lora_updating: allow clients to add and remove adapters with `/v1/load_lora_adapter` and
-        `/v1/unload_lora_adapter`. Such clients can make the server read any folder.
+        `/v1/unload_lora_adapter`. With this setting, clients can make the server read any folder.
     chat_template: the chat template, or the path of a file with the template; by default the model's template.
     tool_call_parser: the format of tool calls: "hermes" ("qwen", "qwen25", "qwen3"), "qwen3_coder" ("qwen3_xml"),
         "llama3_json" ("llama4_json"), "mistral", "deepseek_v3" ("deepseek_v31") or "openai" (gpt-oss). "none" leaves
@@ -55,7 +55,8 @@ class ServerSettings:
     trust_request_chat_template: allow requests to contain a chat template. A template is a program, which runs in
         jinja2's sandbox, in a process that is limited to 2 seconds and 512 MiB per template.
     max_body_bytes: maximum size of a request body; by default 2 MiB, or 32 MiB if the model takes images.
-    max_answers: maximum number of answers per request. The number of answers is the number of prompts times `n`.
+    max_answers: maximum number of answers per request. A request has as many answers as its number of prompts times
+        `n`.
     request_timeout: seconds after which a request is ended, including its time in the queue.
     body_timeout: seconds within which the body of a request must arrive.
     timeout_keep_alive: seconds after which an idle connection is closed; by default the value of the environment

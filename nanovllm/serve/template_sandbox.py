@@ -63,8 +63,8 @@ def may_take_long(body: Any, own_template: Any) -> bool:
     """Return whether a conversation (a protocol.ChatFields) may take long to render.
 
     Rendering may take long if the client sends a template, or if the server's template could loop over many messages,
-    or over arguments other than bools and short texts. A number can't make a template slow if the template does not
-    contain the name of the number.
+    or over arguments other than bools and short texts. A number is harmless if the argument's name does not occur in
+    the template.
     """
     unused = lambda name, x: isinstance(x, (int, float)) and name not in str(own_template)
     arguments = (body.chat_template_kwargs or {}).items()
@@ -80,7 +80,7 @@ class TemplateSandbox:
     """Runs rendering processes, which start on demand and run until `close`. Any thread may use the sandbox."""
 
     def __init__(self, tokenizer: Any):
-        """tokenizer: its chat template is the default for conversations."""
+        """tokenizer: the tokenizer whose chat template is the default for conversations."""
         self._tokenizer = tokenizer
         self._processes: set[Process] = set()
         self._idle: list[Process] = []

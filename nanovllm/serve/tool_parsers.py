@@ -1,8 +1,8 @@
 """Finds tool calls in generated text, while the text arrives.
 
 A parser takes the pieces of one answer, and returns content and complete calls in order. The parser holds back text
-that may belong to a call. Text that turns out not to be a valid call becomes content. The parts do not depend on how
-the answer is cut into pieces.
+that may belong to a call. Text that turns out not to be a valid call becomes content. The content and the calls do not
+depend on how the answer is cut into pieces.
 """
 
 import json
@@ -43,7 +43,7 @@ class ToolParser:
 
     @staticmethod
     def new_id() -> str:
-        """Return a new id for a call. The model reads the id in the next turn."""
+        """Return a new id for a call, which the model reads in the next turn."""
         return f"call_{secrets.token_hex(12)}"
 
 
@@ -162,7 +162,7 @@ class MarkedParser(ToolParser):
 
 
 class JsonParser(MarkedParser):
-    """A parser for calls with JSON arguments. The group "name" of the head or the JSON contains the function's name."""
+    """A parser for calls with JSON arguments. The function's name is in the head's group "name" or in the JSON."""
 
     def _begin_body(self, head: re.Match[str]) -> None:
         self._json = JsonScanner(head.end())
@@ -289,7 +289,7 @@ class DeepSeekParser(JsonParser):
 class HarmonyToolParser(JsonParser):
     """Parses calls in the harmony format (reasoning/harmony.py): messages with a recipient.
 
-    This parser is used if reasoning is not parsed. Otherwise, a HarmonyParser finds the calls by their tokens.
+    This parser is used if reasoning is not parsed. If reasoning is parsed, a HarmonyParser finds the calls by tokens.
     """
 
     markers = ("<|channel|>", "<|start|>")
@@ -448,7 +448,7 @@ class JsonScanner:
 
 
 def _calls_of(value: Any, may_lack: bool = True) -> list[ToolCall]:
-    """Return the calls in a value or a list of values.
+    """Return the calls that a JSON value or a list of JSON values describes.
 
     may_lack: whether a call may omit its arguments.
     """
@@ -482,7 +482,7 @@ def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
 
 
 def length_before(tag: str, text: str, is_last: bool) -> int:
-    """Return how many characters precede the tag. Unless `is_last`, the text may end within the tag."""
+    """Return how many characters precede the tag. Unless `is_last`, an incomplete tag at the end counts, too."""
     if (begin := text.find(tag)) >= 0 or is_last:
         return begin if begin >= 0 else len(text)
     longest = min(len(text), len(tag) - 1)

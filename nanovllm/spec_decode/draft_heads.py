@@ -26,11 +26,11 @@ class Head(DraftModel):
     Each step of the model writes hidden states to this cache, indexed by the model's cache slots, even if nothing is
     drafted. So the cache stays correct after a prefix hit, a fork or a preemption. The head computes its rows when it
     drafts, and each row needs the token at the next position. The last row of a shared block needs a token of the next
-    block, which may differ between sequences. The row is exact only for the sequence that computed it last, so drafts
-    of other sequences may be slightly worse.
+    block, which may differ between sequences. This last row is exact only for the sequence that computed it last, so
+    drafts of other sequences may be slightly worse.
 
     In a chain of drafts, the head writes its own hidden states to the cache. Later in the step, the model overwrites
-    these hidden states.
+    the head's hidden states.
     """
 
     shift = 1

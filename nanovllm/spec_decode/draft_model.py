@@ -29,13 +29,13 @@ class DraftModel:
     """A draft model with a separate KV cache. The cache uses the target model's block ids.
 
     There is no second block manager: a block is allocated in both caches at once. Before the draft model drafts for a
-    sequence, it computes the rows that its cache lacks. The cache may lack rows of the prompt, of blocks that a
+    sequence, it computes the sequence's missing rows. The cache may lack rows of the prompt, of blocks that a
     preemption has freed, or of tokens that were generated without drafts.
 
     Each rank has the whole draft model. The ranks' results may differ in their last bits, so an all-reduce makes the
     ranks agree on each draft.
 
-    A row computes one position, from the token at `position + shift`.
+    To compute the row of a position, the drafter reads the token at `position + shift`.
     """
 
     shift = 0
@@ -77,9 +77,9 @@ class DraftModel:
         load_model(self.model, folder, self.runner.device, load_format)
 
     def draft(self, arrays: Arrays) -> None:
-        """Draft from the arrays of `Speculation.prepare`, and write the drafts to `RequestTables`.
+        """Draft for the sequences in the arrays of `Speculation.prepare`, and write the drafts to `RequestTables`.
 
-        On CUDA, the host waits only if a sequence must catch up.
+        On CUDA, the host waits for the device only if a sequence must catch up.
         """
         if len(arrays["new_blocks"]):
             rows, columns, block_ids = arrays["new_blocks"].long().unbind(1)
@@ -89,7 +89,7 @@ class DraftModel:
         self.run(arrays["req_indices"], arrays["num_drafts"], arrays["drafts"].shape[1])
 
     def _catch_up(self, req_indices: torch.Tensor, are_new: torch.Tensor) -> None:
-        """Compute the missing rows of each sequence in pieces, except for the last row."""
+        """Compute all missing rows of each sequence except the last one, in pieces of limited size."""
         ends = self.runner.tables.num_tokens[req_indices].long() - self.shift - 1
         starts = self.num_computed[req_indices].minimum(ends) * (are_new == 0)
         piece = max(1, self.runner.config.max_num_batched_tokens // len(req_indices))
@@ -122,7 +122,7 @@ class DraftModel:
         self.run_chunks(context, token_slots, positions.int())
 
     def forward_chunks(self, context: Context, token_slots: torch.Tensor, positions: torch.Tensor) -> None:
-        """Compute the rows of `context`, so that a CUDA graph can capture the call."""
+        """Compute the rows of `context`. CUDA graphs can capture this method."""
         with attention_context(context):
             self.compute(context.slot_mapping, token_slots, positions)
         self.runner.tp.barrier(positions.device)  # ends a forward pass whose embeddings are a sum over ranks
@@ -160,11 +160,17 @@ class DraftModel:
         tables.last_token_ids[req_indices, 1 : 1 + num_steps] = torch.stack(drafts).where(newest_slots >= 0, -1).T
 
     def compute(self, slots: torch.Tensor, token_slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Compute rows from their cache slots and the slots of their tokens. Return hidden states [T, hidden_size]."""
+        """Compute the rows of the cache slots `slots` from the tokens at `token_slots`.
+
+        Return hidden states [T, hidden_size].
+        """
         return self.model(self.runner.slot_token_ids[token_slots], positions)
 
     def chain(self, token_slots: torch.Tensor, hidden_states: torch.Tensor) -> None:
-        """Do nothing. Draft heads store the hidden states of each sequence's last row at `token_slots`."""
+        """Do nothing.
+
+        In draft heads, this method stores the hidden states of each sequence's last row at `token_slots`.
+        """
 
     def compute_logits(self, hidden_states: torch.Tensor, sampling_params: torch.Tensor) -> torch.Tensor:
         return self.model.compute_logits(hidden_states)

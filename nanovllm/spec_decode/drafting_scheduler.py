@@ -1,4 +1,4 @@
-"""The scheduler for speculation, which can append several tokens to a sequence in one step, and plans drafts."""
+"""The scheduler for speculation: it can append several tokens to a sequence in one step, and plans drafts."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class Pace:
     next_pause: int = PAUSES[0]
 
     def accepted(self, number: int, num_paying: float) -> None:
-        """Record `number` accepted drafts in a step that breaks even with `num_paying` accepted drafts."""
+        """Record `number` accepted drafts in a step. The step breaks even with `num_paying` accepted drafts."""
         self.mean, self.misses = self.mean + (number - self.mean) / MEMORY, 0
         if self.mean < num_paying:
             self.mean = 1.5 * num_paying
@@ -79,7 +79,7 @@ class DraftingScheduler(Scheduler):
     """A scheduler that plans drafts after each step.
 
     The plan is stored in `Sequence.num_drafts`, which the base class reads, and in `feature_state["spec_decode"]`.
-    Beams have no drafts. The host makes token masks, so sequences with token masks have drafts only from the host.
+    Beams have no drafts. Sequences with token masks have only drafts from the host, because the host makes the masks.
     """
 
     def __init__(self, config: "Config", block_manager: BlockManager | None = None):
@@ -106,7 +106,7 @@ class DraftingScheduler(Scheduler):
         return changed
 
     def _account(self, step: ScheduledStep, num_tokens: float) -> None:
-        """Add the loss of a step that generated `num_tokens` tokens per sequence on average.
+        """Add to `lost` the loss of a step that generated `num_tokens` tokens per sequence on average.
 
         Losses are measured in units of a step without drafts.
         """
@@ -185,8 +185,8 @@ class DraftingScheduler(Scheduler):
     def _hold_for_others(self) -> bool:
         """Hold the sequences whose tokens have arrived, while other drafting sequences are still in flight.
 
-        Otherwise, the held sequences and the sequences in flight would run in alternating steps, which are twice as
-        many.
+        Otherwise, the held sequences and the sequences in flight would run in alternating steps, and need twice as many
+        steps.
         """
         if not any(seq.waits_for_token and seq.num_tokens > len(seq.token_ids) for seq in self.paces):
             return False

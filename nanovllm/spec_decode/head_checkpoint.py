@@ -1,6 +1,7 @@
 """Reads EAGLE-3 heads and MTP heads.
 
-An EAGLE-3 head has its authors' format or the format of `speculators`. An MTP head is part of the model's checkpoint.
+An EAGLE-3 head has the format of EAGLE's authors or of the library `speculators`. An MTP head is part of the model's
+checkpoint.
 """
 
 from dataclasses import dataclass, replace
@@ -34,7 +35,7 @@ class Eagle3Config:
 def read_eagle3_config(folder: Path, target: ModelConfig, dtype: torch.dtype, with_weights: bool) -> Eagle3Config:
     """Read the config of the EAGLE-3 head in `folder`, for the target model `target` and the engine's `dtype`.
 
-    Raises ValueError or TypeError, with the file and the value, if the head is unsupported or made for another model.
+    Raise ValueError or TypeError, naming the file and the value, if the head is unsupported or made for another model.
     """
     file = folder / "config.json"
     raw = read_json(file)
@@ -117,7 +118,7 @@ def check_mtp(folder: Path, target: ModelConfig, with_weights: bool) -> None:
 
 
 def find_mtp_tensors(folder: Path, quantization: Any) -> dict[str, Path]:
-    """Return the file of each tensor of the MTP head, by the tensor's name in the checkpoint.
+    """Return a dict from the names of the MTP head's tensors in the checkpoint to their files.
 
     `quantization` is the checkpoint's QuantConfig or None.
     """

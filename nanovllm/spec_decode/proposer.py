@@ -1,4 +1,4 @@
-"""Defines the interface of drafting methods. Each method has its own file."""
+"""Defines the interface of drafting methods."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ class Drafts:
 
 
 class Proposer:
-    """Drafts on the host, so sequences must wait until their tokens have arrived.
+    """Makes drafts on the host, so a sequence must wait until its last token has arrived on the host.
 
     A proposer may draft wrong tokens or no tokens. `settings` is a `SpeculativeConfig`.
     """
@@ -39,7 +39,7 @@ class Proposer:
 
 
 class DeviceProposer(Proposer):
-    """Stands in for a drafter on the device. `spec_decode/speculation.py` calls the actual drafter."""
+    """A placeholder for a drafter on the device. `spec_decode/speculation.py` calls the actual drafter."""
 
     on_host = False
 

@@ -17,7 +17,7 @@ def rows_of_drafts(k: int, req_indices: Any, num_reserved: Any, lengths: Any, la
     """Return k rows for each of D sequences, [D * k]: request indices, `num_reserved`, lengths and token ids.
 
     The first row contains the sequence's last token, and each further row contains the next draft. Rows from index
-    `num_reserved` on are copies of the previous row.
+    `num_reserved` on are copies of row `num_reserved - 1`.
     """
     (steps,) = arrays(torch.arange(k, device=getattr(num_reserved, "device", "cpu")))
     offsets = (steps - (steps - num_reserved[:, None] + 1).clip(0)).clip(0)  # [D, k]
@@ -29,7 +29,7 @@ def rows_of_drafts(k: int, req_indices: Any, num_reserved: Any, lengths: Any, la
 def accept_drafts(
     req_indices: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, tables: RequestTables
 ) -> torch.Tensor:
-    """Return the number of tokens that each sequence gets from its k sampled tokens: [S] int32.
+    """Return how many of its k sampled tokens each sequence gets, [S] int32.
 
     A draft is accepted if it and all earlier drafts equal the tokens sampled at their positions. A row at the same
     position as the previous row contains no draft. The tables receive each sequence's new length and last token.
@@ -64,21 +64,21 @@ def place_chains(
 ) -> tuple[torch.Tensor, ...]:
     """Return where a drafter computes the rows of D sequences, and where it reads and writes tokens.
 
-    For all rows [R], ordered by step:
+    The first tensors describe all rows [R], ordered by step:
 
     - positions, int32: the positions of the tokens minus `shift`
     - context lengths, int32; 0 for padding
     - slots, int32; -1 for padding
     - slots of the tokens, int64
 
-    For the last row of each sequence in each step [num_steps, D]:
+    The other tensors [num_steps, D] describe the last row of each sequence in each step:
 
     - the position of the row's token, int32
     - the slot to which the row's token is written, int64; -1 for padding, or if the token has already been written
 
     In the first step, a sequence has `width` rows: the rows that it lacks, then copies of its last row. In each further
-    step, a sequence has one row for the next draft, or a copy of the sequence's previous row if there is no next draft.
-    The function sets `num_computed`, indexed by request, to the number of computed rows, not counting rows of drafts.
+    step, a sequence has one row for the next draft, or a copy of its previous row if there is no next draft. The
+    function sets `num_computed`, indexed by request, to the number of computed rows, not counting rows of drafts.
     """
     num_steps, width, shift, block_size = shape
     indices, steps = req_indices.long(), torch.arange(max(width, num_steps), device=req_indices.device)

@@ -31,7 +31,7 @@ class Speculation(StepFeature):
 
     @classmethod
     def prepare(cls, step: ScheduledStep) -> Arrays | None:
-        """Return the drafts of D sequences, and all new blocks.
+        """Return the drafts of D sequences, and the new blocks of all sequences.
 
         `drafts` is [D, tokens_per_row - 1], with -1 where there is no draft.
 

@@ -22,8 +22,8 @@ class SuffixAutomaton:
 
     Building the index takes time and memory linear in the length of the texts.
 
-    A state stands for all contexts that end at the same positions. `lengths[s]` is the length of the longest of these
-    contexts. `links[s]` is the state of the longest suffix of this context that also ends at other positions. `next[s]`
+    A state stands for all contexts that end at the same positions. `lengths[s]` is the length of the longest context of
+    state s. `links[s]` is the state of the longest suffix of that context that also ends at other positions. `next[s]`
     maps a token to the state of the contexts followed by this token. `counts[s]` is the approximate number of
     occurrences.
     """
@@ -34,7 +34,7 @@ class SuffixAutomaton:
         self.num_tokens = 0
 
     def extend(self, state: int, token_id: int) -> int:
-        """Append a token to a text in state `state`, at first `ROOT`. Return the text's new state."""
+        """Append a token to a text whose state is `state` (`ROOT` for an empty text). Return the text's new state."""
         self.num_tokens += 1
         if (new := self.next[state].get(token_id)) is not None:  # another text has the same context
             if self.lengths[new] > self.lengths[state] + 1:
@@ -79,7 +79,7 @@ class SuffixAutomaton:
     def follow(self, state: int, length: int, token_id: int) -> tuple[int, int]:
         """Append a token to a context of `length` tokens.
 
-        Return the state and length of the longest suffix in the index.
+        Return the state and length of the longest suffix that is in the index.
         """
         while state >= 0 and token_id not in self.next[state]:
             state = self.links[state]

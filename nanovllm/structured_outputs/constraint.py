@@ -27,7 +27,7 @@ class Constraint:
     """Restricts the next token of one sequence by a grammar, by a budget for its reasoning, or by both.
 
     The grammar begins after the reasoning. Inside the reasoning, end-of-sequence ids are banned. The mask also contains
-    the bans of other parameters, because only all bans together show whether any token is left. The ids in
+    the bans of other parameters, because only the combined bans show whether any token is left. The ids in
     `stop_token_ids` are treated like end-of-sequence ids: they are allowed only where the grammar may end.
 
     The state of a constraint depends only on the sequence's token ids, so a preemption loses nothing.
@@ -86,14 +86,14 @@ class Constraint:
         return None if self.error is None else ("error", self.error)
 
     def set_without_grammar(self, reasoning: Reasoning | None) -> bool:
-        """If no grammar applies (for example inside reasoning), set the mask. Return False if a grammar applies."""
+        """If no grammar applies, for example inside reasoning, set the mask and return True. Otherwise return False."""
         if (mask := self._mask_without_grammar(reasoning)) is None:
             return False
         self._set(mask)
         return True
 
     def _restart(self) -> bool:
-        """Start again with the largest automata, because an error may come from the limit of the small automata."""
+        """Start again with the large automata, because the error may come from the size limit of the small automata."""
         self._automata.has_failed = True
         if self._automata.is_largest:
             return False
@@ -111,7 +111,7 @@ class Constraint:
         return is_allowed
 
     def set_mask(self, mask: np.ndarray | None, completion: list[int], reasoning: Reasoning | None = None) -> None:
-        """Add the bans of other parameters to `mask`, and store it. `mask` is None if the grammar has failed."""
+        """Add the bans of other parameters to `mask`, and store the mask. `mask` is None if the grammar has failed."""
         if mask is None or self._matcher.is_error():
             self.next_mask = np.zeros_like(self._free)
             reason = _first_line(self._matcher.get_error())
@@ -134,7 +134,7 @@ class Constraint:
         return self._free_but_ends if self.has_grammar else self._free
 
     def token_limit(self) -> int:
-        """Return the number of tokens at which the sequence needs a new mask."""
+        """Return how many tokens the sequence has when it needs a new mask."""
         seq, reasoning = self._seq, self.reasoning
         if reasoning is None or self._budget is None or reasoning.stage is Stage.ENDED:
             return seq.max_num_tokens
@@ -193,9 +193,10 @@ class Constraint:
     def _with_text(self, mask: np.ndarray) -> np.ndarray:
         """Correct an llguidance mask that allows a single token if the grammar refuses this token.
 
-        If only one text can follow, llguidance allows only the first token of this text. This token may be an added
-        token, which the grammar does not accept as text. If the tokenizer normalizes texts, this token may even begin
-        another text. In both cases, the corrected mask allows the token for the first byte of the text instead.
+        If only one text can follow, llguidance allows only the first token of this text. The first token may be an
+        added token, which the grammar does not accept as text. If the tokenizer normalizes texts, the token may begin a
+        different text than the grammar requires. The corrected mask allows only the token for the first byte of the
+        required text.
         """
         text = self._matcher.compute_ff_bytes()
         if text and text[0] != TOKEN_MARKER and not self._matcher.validate_tokens([_first_id(mask)]):
@@ -217,11 +218,12 @@ class Constraint:
 
 
 def update_fast(constraints: Iterable[Constraint], seconds: float) -> list[Constraint]:
-    """Update the constraints whose masks are fast, for about `seconds` seconds. Return the updated constraints.
+    """Spend about `seconds` seconds on updates of constraints whose masks are fast. Return the updated constraints.
 
     An update takes almost no time if the sequence is inside its reasoning, or if there is no grammar. Masks of
     different grammars are computed in parallel, but llguidance computes masks of the same grammar one after another.
-    Any mask may turn out to be slow, so a parallel call computes one mask per grammar, and at most `num_cores()` masks.
+    Any mask may turn out to be slow, so parallel calls are small: one mask per grammar, and at most `num_cores()`
+    masks.
     """
     end, updated = perf_counter() + seconds, []
     waiting: dict[Grammar, deque[Constraint]] = {}

@@ -23,10 +23,10 @@ class Automata:
 
 
 class Grammar:
-    """A compiled grammar. The small automata have at most `MAX_KEPT_STATES` states, enough for most grammars.
+    """A compiled grammar. The small automata have at most `MAX_KEPT_STATES` states, which are enough for most grammars.
 
     Sequences that need more states share larger automata, whose size only llguidance limits. The larger automata are
-    freed when the last of these sequences ends.
+    freed when no sequence uses them anymore.
     """
 
     def __init__(self, tokenizer: Any, text: str):
@@ -59,7 +59,7 @@ class Grammar:
         self._mask_seconds = mean + (seconds - mean) / 8
 
     def token_ids_of_byte(self, byte: int) -> list[int]:
-        """Return a list with the id of the token that is this byte. If there is no such token, return an empty list."""
+        """Return [id of the token that consists of this byte], or [] if there is no such token."""
         tokenizer = self._tokenizer
         ids = tokenizer.greedy_tokenize(chr(byte)) if byte < 128 else tokenizer.tokenize_bytes(bytes([byte]))
         return ids if tokenizer.decode_bytes(ids) == bytes([byte]) else []

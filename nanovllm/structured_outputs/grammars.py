@@ -25,7 +25,7 @@ class Grammars:
     """An LRU cache of an engine's compiled grammars, with thread-safe methods."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]):
-        """tokenizer: a `tokenizers.Tokenizer` for this object only, because this object modifies it."""
+        """tokenizer: a `tokenizers.Tokenizer` that nothing else uses, because this object modifies the tokenizer."""
         try:
             from llguidance import LLTokenizer
         except ImportError as error:

@@ -1,10 +1,10 @@
 """Rewrites JSON schemas that llguidance would refuse needlessly.
 
 llguidance ignores keywords that JSON Schema does not define. However, llguidance refuses an unknown `format`, an
-unknown dialect, and some keywords whose values allow everything. This module removes such formats, dialects and
-keywords. llguidance does not support `propertyNames`, and it supports `oneOf` only if it can prove that no value is
-valid for two of the schemas. Where possible, this module replaces `propertyNames` and `oneOf` by other keywords. All
-other unsupported keywords remain in the schema, and the error message of llguidance names them.
+unknown dialect, and some keywords whose values allow everything. This module removes the refused formats, dialects and
+keywords. The keyword `propertyNames` is unsupported, and `oneOf` is supported only if llguidance can prove that no
+value is valid for two of the schemas. Where possible, this module replaces `propertyNames` and `oneOf` by other
+keywords. All other unsupported keywords remain in the schema, and the error message of llguidance names them.
 """
 
 import json
@@ -152,7 +152,7 @@ def _looks_around(schema: Any) -> bool:
 def _are_disjoint(schemas: Any, discriminator: Any, resource: dict[str, Any]) -> bool:
     """Return whether types and constants show that no value can be valid for two of these schemas.
 
-    If the property that OpenAPI's `discriminator` names tells objects apart, make this property required.
+    If OpenAPI's `discriminator` names a property whose values tell objects apart, make this property required.
     """
     by_type: dict[str, list[dict[str, Any]]] = {}
     for schema in schemas if isinstance(schemas, list) else [None]:
@@ -169,7 +169,7 @@ def _are_disjoint(schemas: Any, discriminator: Any, resource: dict[str, Any]) ->
 
 
 def _are_told_apart(objects: list[dict[str, Any]], tag: Any, resource: dict[str, Any]) -> bool:
-    """Find a property with a different value in each of these schemas, and make this property required."""
+    """Find a property whose values differ between all of these schemas, and make this property required."""
     properties = [schema["properties"] if isinstance(schema.get("properties"), dict) else {} for schema in objects]
     required = [schema["required"] if isinstance(schema.get("required"), list) else [] for schema in objects]
     for name in properties[0]:

@@ -22,7 +22,7 @@ def num_cores() -> int:
 
 
 class MaskThreads:
-    """The threads that compute masks for an engine. Grammars with slow masks have separate threads."""
+    """The threads that compute masks for an engine. Slow masks are computed in separate threads."""
 
     def __init__(self) -> None:
         self._fast, self._slow = (ThreadPoolExecutor(max(1, num_cores() // n), "nanovllm-masks") for n in (2, 4))
@@ -47,7 +47,7 @@ class MaskQueue:
         self._has_turn, self._lock = False, Lock()
 
     def submit(self, make: Callable[[], Any]) -> Future:
-        """Queue a mask. `make` is called after the request's earlier masks, and computes the mask.
+        """Queue a mask. `make` computes the mask, after all earlier masks of the request.
 
         The returned `Future` can be cancelled until `make` is called.
         """

@@ -63,7 +63,7 @@ class CompileSandbox:
     """
 
     def __init__(self, vocab_size: int, special_tokens: dict[int, str]):
-        """`special_tokens` maps ids to names. Grammars may use these names, and all ids below `vocab_size`."""
+        """`special_tokens` maps ids to names. Grammars may use these special tokens, and ids below `vocab_size`."""
         self._vocabulary = [vocab_size, [*special_tokens.items()]]
         self._processes: set[Process] = set()
         self._in_trial: dict[bytes, Process] = {}  # by hash of the grammar
@@ -151,7 +151,7 @@ def _send(process: Process, message: object) -> None:
 
 
 def _ask(process: Process, grammar: str) -> bytes:
-    """Return the process's answer to a grammar, or b"" if the process has ended."""
+    """Send a grammar, and return the process's answer, or b"" if the process has ended."""
     assert process.stdout is not None
     _send(process, grammar)
     if not (answer := process.stdout.readline()):

@@ -6,15 +6,19 @@ from typing import NamedTuple
 
 
 class CachedBlock(NamedTuple):
-    """The contents of a full block, and the id of the device's block that has or receives these contents.
+    """Contents that the prefix cache stores for a full block of tokens, and where the device has or receives them.
 
-    Blocks with equal contents have equal hashes. A hash covers all tokens from the start of the text, the cache salt,
-    and a random number of this engine. Blocks with equal hashes need not have equal token ids.
+    Equal contents have equal hashes. A hash covers all tokens from the start of the text, the cache salt, and a random
+    number of this engine. Contents with equal hashes need not have equal token ids.
+
+    If a model has states or window tables, the prefix cache may store two contents for the same tokens: the block that
+    `Sequence.block_table` lists, with hash `h`, and the snapshot of the state or the blocks of the window tables, with
+    hash `~h`. Both may be stored, and each may be stored alone.
     """
 
     block_hash: int
     token_ids: list[int]
-    block_id: int
+    block_ids: tuple[int, ...]  # ids of blocks; the state in row `r` has id `num_blocks + r`
 
 
 class Connector(ABC):

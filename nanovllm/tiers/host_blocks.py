@@ -1,8 +1,10 @@
 """Stores a rank's part of the blocks in host memory, and copies blocks between host memory and the rank's device."""
 
 import mmap
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from ctypes import Structure, byref, c_int, c_size_t, c_void_p
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import finalize
 
@@ -48,8 +50,9 @@ class Memcpy2D(Structure):
 class HostBlocks:
     """Stores each block in one row of bytes: its token ids and the keys and values of all layers.
 
-    On a CPU, copies end at once. `copies` [2, C] contains block ids and rows. Each call of `put` and `get` has a
-    different number.
+    A state is larger than a block, and takes several rows. On a CPU, copies end at once. `copies` [2, C] contains ids
+    of blocks and states, and rows. The rows of a state follow each other. Each call of `put` and `get` has a different
+    number.
     """
 
     def __init__(self, runner: "ModelRunner", num_rows: int):
@@ -57,17 +60,23 @@ class HostBlocks:
         self.rows = torch.empty((num_rows, row_bytes(runner)), dtype=torch.uint8, device="cpu")
 
     def put(self, runner: "ModelRunner", number: int, copies: np.ndarray) -> None:
-        for block_id, row in copies.T.tolist():
-            for part, stored in self._parts(runner, block_id, row):
-                self._copy(stored, part)
+        for part, stored in self._parts(runner, copies):
+            self._copy(stored, part)
 
     def get(self, runner: "ModelRunner", number: int, copies: np.ndarray) -> None:
-        for block_id, row in copies.T.tolist():
-            for part, stored in self._parts(runner, block_id, row):
-                self._copy(part, stored)
+        for part, stored in self._parts(runner, copies):
+            self._copy(part, stored)
+
+    def num_rows_of(self, runner: "ModelRunner", block_id: int) -> int:
+        """Return how many rows a block or a state takes."""
+        return len(rows_of(runner, block_id))
 
     def has_ended(self, number: int) -> bool:
         return True
+
+    def end_of_puts(self) -> Callable[[], bool]:
+        """Return a function that returns whether all copies of the previous calls of `put` have ended."""
+        return lambda: True
 
     def order_steps(self, numbers: list[int]) -> None:
         """Let all steps that are launched from now on wait for these copies."""
@@ -75,14 +84,15 @@ class HostBlocks:
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
-    def _parts(self, runner: "ModelRunner", block_id: int, row: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return views of the parts of a block, on the device and in the row."""
-        pairs, end = [], 0
-        for part in block_parts(runner._cached_token_ids, runner.caches, block_id):
-            stored = self.rows[row, end : end + part.nbytes]
-            pairs.append((part, stored.view(part.dtype).view(part.shape)))
-            end += _aligned(part.nbytes)
-        return pairs
+    def _parts(self, runner: "ModelRunner", copies: np.ndarray) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield views of the parts of blocks and states, on the device and in the rows."""
+        for block_id, pairs in groupby(copies.T.tolist(), key=lambda pair: pair[0]):
+            for parts, (_, row) in zip(rows_of(runner, block_id), pairs, strict=True):
+                end = 0
+                for part in parts:
+                    stored = self.rows[row, end : end + part.nbytes]
+                    yield part, stored.view(part.dtype).view(part.shape)
+                    end += _aligned(part.nbytes)
 
 
 class PinnedBlocks(HostBlocks):
@@ -113,6 +123,9 @@ class PinnedBlocks(HostBlocks):
     def has_ended(self, number: int) -> bool:
         return number not in self._events or self._events[number].query()
 
+    def end_of_puts(self) -> Callable[[], bool]:
+        return self._out.record_event().query
+
     def order_steps(self, numbers: list[int]) -> None:
         for number in numbers:
             if (event := self._events.pop(number, None)) is not None:
@@ -124,8 +137,9 @@ class PinnedBlocks(HostBlocks):
         `copy_` would also run a kernel that gathers or scatters the layers on the device.
         """
         copy = Memcpy2D.of(target, source)
-        if max(copy.source.pitch, copy.target.pitch) > MAX_PITCH:
-            target.copy_(source, non_blocking=True)
+        if max(copy.source.pitch, copy.target.pitch) > MAX_PITCH:  # the layers are too far apart for a single copy
+            for layers in zip(target.view(copy.height, -1), source.view(copy.height, -1)):
+                self._copy(*layers)
         else:
             call_driver("cuMemcpy2DAsync_v2", byref(copy), c_void_p(torch.cuda.current_stream().cuda_stream))
 
@@ -172,6 +186,30 @@ def row_bytes(runner: "ModelRunner") -> int:
     """Return the size of a row in bytes. A row contains this rank's part of a block."""
     parts = block_parts(runner._cached_token_ids, runner.caches, 0)
     return sum(_aligned(part.nbytes) for part in parts)
+
+
+def rows_of(runner: "ModelRunner", block_id: int) -> list[list[torch.Tensor]]:
+    """Return views of everything that this rank stores for a block or a state: the parts in each row.
+
+    The parts of a state are cut so that they fit: [1, layers, *] becomes columns of all layers.
+    """
+    parts = block_parts(runner._cached_token_ids, runner.caches, block_id)
+    if block_id < len(runner._cached_token_ids):
+        return [parts]
+    rows: list[list[torch.Tensor]] = []
+    num_left = 0  # bytes in the last row
+    for part in parts:
+        columns = part.view(1, part.shape[1], -1)
+        while columns.shape[2]:
+            width = num_left // (ALIGNMENT * part.shape[1]) * (ALIGNMENT // part.itemsize)
+            if width:
+                rows[-1].append(columns[:, :, :width])
+                columns = columns[:, :, width:]
+                num_left -= _aligned(rows[-1][-1].nbytes)
+            else:
+                rows.append([])
+                num_left = row_bytes(runner)
+    return rows
 
 
 def _aligned(num_bytes: int) -> int:

@@ -4,33 +4,36 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from nanovllm.engine.engine import Engine
 from nanovllm.tiers.connector import CachedBlock, Connector
-from nanovllm.tiers.host_blocks import HostCall, row_bytes
-from nanovllm.tiers.tiered_blocks import check_manager, use_connector
+from nanovllm.tiers.host_blocks import HostCall, row_bytes, rows_of
+from nanovllm.tiers.tiered_blocks import use_connector
 
 if TYPE_CHECKING:
     from nanovllm.engine.model_runner import ModelRunner
 
 
+T = TypeVar("T", bound="HostTier")
+
+
 @dataclass(slots=True)
 class Entry:
-    """A stored block. While `num_reads` is not 0, copies to the device read its row, which must not be overwritten."""
+    """Stored contents. While `num_reads` is not 0, copies to the device read the rows, so they are not overwritten."""
 
     token_ids: list[int]
-    row: int
+    rows: list[int]
     num_reads: int = 0
 
 
 class HostTier(Connector):
     """Stores blocks in the memory of the host, and drops the least recently used blocks.
 
-    Each rank stores its part of a block in the same row. Rank 0 chooses the rows, and sends the copies to the other
-    ranks in the order of the steps. On each rank, steps wait only for the copies of that rank.
+    Each rank stores its part of a block in the same row. A state takes several rows. Rank 0 chooses the rows, and sends
+    the copies to the other ranks in the order of the steps. On each rank, steps wait only for the copies of that rank.
     """
 
     def __init__(self, engine: Engine, num_rows: int):
@@ -49,12 +52,12 @@ class HostTier(Connector):
 
     def put(self, blocks: list[CachedBlock]) -> None:
         copies = []
-        for block_hash, token_ids, block_id in blocks:
-            if block_hash in self._entries:  # of two blocks with equal hashes, the first one stays
-                self._entries.move_to_end(block_hash)
-            elif (row := self._pop_row()) is not None:
-                self._entries[block_hash] = Entry(token_ids, row)
-                copies.append((block_id, row))
+        for block in blocks:
+            if block.block_hash in self._entries:  # of two blocks with equal hashes, the first one stays
+                self._entries.move_to_end(block.block_hash)
+            elif rows := self._pop_rows(len(ids := self._ids_of_rows(block))):
+                self._entries[block.block_hash] = Entry(block.token_ids, rows)
+                copies += zip(ids, rows)
         if copies:
             self._copy("put", copies)
 
@@ -62,7 +65,9 @@ class HostTier(Connector):
         if not all(self.contains(block_hash, token_ids) for block_hash, token_ids, _ in blocks):
             raise OSError("host memory is too small for the blocks that leave the device and those that come back")
         entries = [self._entries[block.block_hash] for block in blocks]
-        number = self._copy("get", [(block.block_id, entry.row) for block, entry in zip(blocks, entries)])
+        pairs = zip(blocks, entries)
+        copies = [pair for block, entry in pairs for pair in zip(self._ids_of_rows(block), entry.rows, strict=True)]
+        number = self._copy("get", copies)
         self._reads[number] = entries
         for entry in entries:
             entry.num_reads += 1
@@ -87,12 +92,28 @@ class HostTier(Connector):
         assert self._engine.model_runner is not None, "the engine is open"
         return self._engine.model_runner
 
-    def _pop_row(self) -> int | None:
-        """Return a free row. If there is none, drop the least recently used entry that no copy reads."""
-        if self._free_rows:
-            return self._free_rows.pop()
-        unused = (block_hash for block_hash, entry in self._entries.items() if not entry.num_reads)
-        return None if (block_hash := next(unused, None)) is None else self._entries.pop(block_hash).row
+    def _ids_of_rows(self, block: CachedBlock) -> list[int]:
+        """Return the id of the block or state that each row of `block` stores."""
+        num_rows_of = self._runner.host_blocks.num_rows_of
+        return [i for i in block.block_ids for _ in range(num_rows_of(self._runner, i))]
+
+    def _pop_rows(self, num_rows: int) -> list[int]:
+        """Return free rows. If there are too few, drop the least recently used entries that no copy reads.
+
+        If these do not suffice either, drop nothing, and return an empty list.
+        """
+        dropped, num_missing = [], num_rows - len(self._free_rows)
+        for block_hash, entry in self._entries.items():
+            if num_missing <= 0:
+                break
+            if not entry.num_reads:
+                dropped.append(block_hash)
+                num_missing -= len(entry.rows)
+        if num_missing > 0:
+            return []
+        for block_hash in dropped:
+            self._free_rows += self._entries.pop(block_hash).rows
+        return [self._free_rows.pop() for _ in range(num_rows)]
 
     def _copy(self, action: str, copies: list[tuple[int, int]]) -> int:
         number, self._num_copies = self._num_copies, self._num_copies + 1
@@ -108,23 +129,27 @@ class HostTier(Connector):
         call.receive(words, self._runner, {})
 
 
-def use_host_tier(engine: Engine) -> None:
-    """Give the engine's prefix cache a tier in host memory. The model must be loaded.
+def use_host_tier(engine: Engine, tier_class: type[T] = HostTier) -> T:
+    """Give the engine's prefix cache a tier in host memory, and return the tier. The model must be loaded.
 
-    Raises ValueError if `swap_space` is too small for a block, or if the model's cache can't have a second tier. Raises
-    RuntimeError if the memory can't be allocated or pinned.
+    Raises ValueError if `swap_space` is too small for a block. Raises RuntimeError if the memory can't be allocated or
+    pinned.
     """
     config, runner = engine.config, engine.model_runner
     assert runner is not None
     num_bytes = row_bytes(runner)
     num_rows = int(config.swap_space * 2**30 / config.tensor_parallel_size) // num_bytes
-    if not num_rows:
+    needed, num_needed = "a cache block takes", config.num_block_tables
+    if config.num_states:
+        needed = "a cache block with a snapshot takes"
+        num_needed += len(rows_of(runner, len(runner._cached_token_ids)))
+    if num_rows < num_needed:
         per_rank = f" on each of {config.tensor_parallel_size} ranks" if config.tensor_parallel_size > 1 else ""
-        needed = f"a cache block takes {num_bytes / 2**30:.3g} GiB{per_rank}"
-        raise ValueError(f"swap_space={config.swap_space:g}: {needed}")
-    check_manager(engine.scheduler.block_manager)
+        size = f"{num_needed * num_bytes / 2**30:.3g} GiB{per_rank}"
+        raise ValueError(f"swap_space={config.swap_space:g}: {needed} {size}")
     try:
-        tier = HostTier(engine, num_rows)
+        tier = tier_class(engine, num_rows)
     except RuntimeError as error:
         raise RuntimeError(f"swap_space={config.swap_space:g}: the memory could not be allocated: {error}") from error
     use_connector(engine.scheduler, tier)
+    return tier

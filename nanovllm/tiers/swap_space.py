@@ -1,5 +1,6 @@
-"""Checks the setting `swap_space` before the model is loaded."""
+"""Checks the settings `swap_space` and `swap_dir` before the model is loaded."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanovllm.models import cpu_memory
@@ -9,12 +10,29 @@ if TYPE_CHECKING:
 
 
 def check_swap_space(config: "Config") -> None:
-    """Raise ValueError if the model or the settings can't use `swap_space`, or if the host has less memory."""
+    """Raise ValueError if the other settings rule out `swap_space` or `swap_dir`, or if the host has less memory.
+
+    Raises TypeError if `swap_dir` is no string.
+    """
+    if config.swap_dir is not None:
+        check_swap_dir(config)
     given = f"swap_space={config.swap_space:g}"
-    if config.model_config.hybrid:
-        raise ValueError(f"{given}: is not supported for models with layers that keep a state; it must be 0")
     if not config.enable_prefix_caching:
         reason = "enable_prefix_caching=False" if config.pooling is None else f"task={config.task!r}"
         raise ValueError(f"{given}: must be 0 with {reason}, because only the prefix cache uses it")
     if config.swap_space * 2**30 > (memory := cpu_memory()):
         raise ValueError(f"{given}: this machine, or its container, has {memory / 2**30:.1f} GiB of memory")
+
+
+def check_swap_dir(config: "Config") -> None:
+    given = f"swap_dir={config.swap_dir!r:.200}"
+    if not isinstance(config.swap_dir, str):
+        raise TypeError(f"{given}: must be a string, the path of a folder")
+    if not config.swap_dir:
+        raise ValueError(f"{given}: must be the path of a folder")
+    if not config.swap_space:
+        raise ValueError(f"{given}: needs swap_space, because blocks are read into host memory first")
+    if config.tensor_parallel_size > 1:
+        raise ValueError(f"{given}: is not supported with tensor_parallel_size={config.tensor_parallel_size}")
+    if (path := Path(config.swap_dir).expanduser()).exists() and not path.is_dir():
+        raise ValueError(f"{given}: is not a folder")

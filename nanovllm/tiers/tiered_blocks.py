@@ -1,45 +1,54 @@
 """Defines the block manager and the waiting queue of an engine whose prefix cache has a second tier."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from heapq import merge
 from itertools import islice
 from operator import attrgetter
 from time import sleep
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.scheduling_policy import WaitingQueue
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.state_blocks import StateBlockManager
+from nanovllm.engine.window_blocks import WindowBlockManager
 from nanovllm.tiers.connector import CachedBlock, Connector
+from nanovllm.utils.replace import replace_methods
 
 if TYPE_CHECKING:
     from nanovllm.engine.scheduler import Scheduler
 
 logger = logging.getLogger("nanovllm")
+Key = tuple[int, list[int]]  # hash and token ids of a CachedBlock
 NUM_AHEAD = 128  # this many blocks, the next ones to be evicted, are stored before they are evicted
+NUM_SNAPSHOTS_AHEAD = 4  # this many snapshots are stored before their rows are needed
 MAX_AHEAD_PER_STEP = 32  # at most this many blocks: more copies would delay the launch of the step
 IDLE_SECONDS = 0.0005  # between two checks whether a load has ended, if no sequence can run
 
 
 class Load:
-    """Blocks that are being copied from the store to the device.
+    """Contents that are being copied from the store to the device.
 
-    held: the blocks that are in use until the load ends: the arriving blocks, and the cached blocks before them.
-    contents: the arriving blocks, or an empty list if the prefix cache was cleared or the load failed.
+    held: the blocks that are in use until the load ends: the arriving blocks, and the cached blocks of the same prefix.
+    contents: what arrives, or an empty list if the prefix cache was cleared or the load failed.
     num_reserved: the number of additional blocks that the sequence needs when it is admitted.
     """
 
-    def __init__(self, held: list[Block], contents: list[CachedBlock], num_reserved: int):
+    def __init__(self, held: list[int], contents: list[CachedBlock], num_reserved: int):
         self.held, self.contents, self.num_reserved = held, contents, num_reserved
-        self.block_ids = [content.block_id for content in contents]
+        self.block_ids = [block_id for content in contents for block_id in content.block_ids]
         self.has_arrived: Callable[[], bool] = lambda: False
         self.has_ended = False
 
 
 class TieredBlockManager(BlockManager):
     """Copies blocks to a store before they are evicted, and loads them when a waiting sequence begins with them.
+
+    These methods replace methods of an engine's block manager. A subclass adds what a manager stores besides the blocks
+    of `Sequence.block_table`.
 
     **Out.** At the start of each step, the blocks that will be evicted next are stored. The copy of an evicted block
     has therefore usually ended long before, and the device does not wait. If a step evicts a block whose copy has not
@@ -52,27 +61,27 @@ class TieredBlockManager(BlockManager):
     no sequence waits forever.
     """
 
-    def __init__(self, scheduler: "Scheduler", connector: Connector):
-        plain, self.connector, self.totals = scheduler.block_manager, connector, scheduler.totals
-        super().__init__(plain.num_blocks, plain.block_size)
+    connector: Connector
+    totals: Counter[str]  # the scheduler's
 
     def reset(self) -> None:
         super().reset()
         self.loads: list[Load] = []
-        self._arriving: dict[int, Load] = {}  # by block hash
+        self._arriving: dict[int, Load] = {}  # by hash
         self._loaded: dict[Sequence, int] = {}  # numbers of loaded tokens, until the sequence is admitted
-        self._stored: set[int] = set()  # ids of cached blocks that were stored
+        self._stored: set[int] = set()  # ids of cached blocks and snapshots that were stored
         self._evicted: list[CachedBlock] = []  # since the last call of `_flush`
-        self._in_copies: set[int] = set()  # ids of the blocks in the next step's `copies`
+        self._in_copies: set[int] = set()  # ids of the blocks and states in the next step's `copies`
         self.connector.clear()
 
     def take_copies(self) -> dict[int, int]:
         for load in [*self.loads]:
             if self._has_ended(load):
                 self._end(load)
-        ahead = [self.blocks[i] for i in islice(self.free_block_ids, NUM_AHEAD)]
-        missing = [block for block in ahead if block.hash != -1 and block.block_id not in self._stored]
-        self._put([CachedBlock(x.hash, x.token_ids, x.block_id) for x in missing[:MAX_AHEAD_PER_STEP]])
+        ahead = {x.block_hash: x for x in self._next_evicted() if x.block_ids[0] not in self._stored}
+        missing = [*ahead.values()][:MAX_AHEAD_PER_STEP]
+        self._put(missing)
+        self._stored.update(block_id for content in missing for block_id in content.block_ids)
         copies = super().take_copies()
         self._in_copies = {*copies, *copies.values()}
         return copies
@@ -96,9 +105,10 @@ class TieredBlockManager(BlockManager):
         self._flush()
 
     def evict(self, block: Block, block_hash: int) -> None:
+        content = self._content(block)
         super().evict(block, block_hash)
-        self._stored.discard(block.block_id)
-        self._evicted.append(CachedBlock(block_hash, block.token_ids, block.block_id))
+        self._stored.difference_update(content.block_ids)
+        self._evicted.append(content)
 
     def clear_prefix_cache(self) -> None:
         super().clear_prefix_cache()
@@ -108,6 +118,15 @@ class TieredBlockManager(BlockManager):
         for load in self.loads:
             load.contents = []
 
+    def contents(self) -> Iterator[CachedBlock]:
+        """Yield what the device's prefix cache contains, beginning with the blocks that were cached last."""
+        for block_hash, block_id in reversed(self.hash_to_block_id.items()):
+            token_ids = self.blocks[block_id].token_ids
+            for key in (block_hash, ~block_hash):
+                block_ids = self._ids_on_device(key, token_ids)
+                if block_ids is not None and self.copies.keys().isdisjoint(block_ids):
+                    yield CachedBlock(key, token_ids, block_ids)
+
     def fetch(self, seq: Sequence, num_spare: int) -> Load | None:
         """Return a load that `seq` must wait for, or None. If `seq` fits and has stored blocks, begin to load them.
 
@@ -116,44 +135,57 @@ class TieredBlockManager(BlockManager):
         has_token_in_flight = len(seq.token_ids) < seq.num_tokens
         if seq in self._loaded or seq.skips_prefix_hits or has_token_in_flight:
             return None
-        held: list[Block] = []
-        missing: list[tuple[int, list[int]]] = []
-        for i in range((len(seq.token_ids) - 1) // self.block_size):
-            self._extend_hashes(seq, i + 1)
-            key = block_hash, token_ids = seq.block_hashes[i], self._block_token_ids(seq, i)
-            block_id = self.hash_to_block_id.get(block_hash)
-            if block_id is not None and self.blocks[block_id].token_ids == token_ids:
-                held.append(self.blocks[block_id])
-            elif block_hash in self._arriving:
-                if not missing:
-                    return self._arriving[block_hash]
-                break
-            elif self.connector.contains(*key):
-                missing.append(key)
-            else:
-                break
+        prefix = self._longest_prefix(seq)
+        found = [ids for key in prefix if (ids := self._ids_on_device(*key)) is not None]
+        missing = [key for key in prefix if self._ids_on_device(*key) is None]
+        for block_hash, _ in missing:
+            if block_hash in self._arriving:
+                return self._arriving[block_hash]
         # a load may run before the next step, so it must not write to blocks that this step's copies use
         in_copies = [i for i in self._in_copies if i in self.free_block_ids]
-        if not missing or not self.can_allocate(seq, num_spare + len(in_copies)):
+        if not missing or not self._can_load(seq, num_spare + len(in_copies), prefix):
             return None
         for i in in_copies:
             del self.free_block_ids[i]
-        load = self._load(seq, held, missing)
+        num_blocks = sum(block_hash >= 0 for block_hash, _ in prefix)
+        self._loaded = {other: n for other, n in self._loaded.items() if not other.is_finished}  # drop aborted requests
+        self._loaded[seq] = (num_blocks - len(self._cached_prefix(seq))) * self.block_size
+        num_more = max(0, self.num_blocks_for(seq.num_tokens + 1) - num_blocks)
+        load = self._load([i for ids in found for i in ids], missing, self._num_reserved(num_more))
         for i in in_copies:
             self.free_block_ids[i] = None
             self.free_block_ids.move_to_end(i, last=False)
         return None if load.has_ended else load
 
-    def _load(self, seq: Sequence, held: list[Block], missing: list[tuple[int, list[int]]]) -> Load:
-        for block in held:
-            self.free_block_ids.pop(block.block_id, None)
-            block.ref_count += 1
-        contents = [CachedBlock(*key, self._allocate_block()) for key in missing]
-        held = held + [self.blocks[content.block_id] for content in contents]
-        load = Load(held, contents, max(0, self.num_blocks_for(seq.num_tokens + 1) - len(held)))
+    def _longest_prefix(self, seq: Sequence) -> list[Key]:
+        """Return the keys of all contents that the longest cached prefix of `seq` needs, wherever they are."""
+        keys: list[Key] = []
+        for i in range((len(seq.token_ids) - 1) // self.block_size):
+            self._extend_hashes(seq, i + 1)
+            key = seq.block_hashes[i], self._block_token_ids(seq, i)
+            if not self._is_somewhere(*key):
+                break
+            keys.append(key)
+        end = last = len(keys)
+        while last > self._first_needed(end):  # look for the second contents of the blocks that end before `end`
+            last -= 1
+            if not self._is_somewhere(~keys[last][0], keys[last][1]):
+                end = last
+        return keys[:end] + [(~block_hash, token_ids) for block_hash, token_ids in keys[self._first_needed(end) : end]]
+
+    def _is_somewhere(self, block_hash: int, token_ids: list[int]) -> bool:
+        is_near = self._ids_on_device(block_hash, token_ids) is not None or block_hash in self._arriving
+        return is_near or self.connector.contains(block_hash, token_ids)
+
+    def _load(self, held: list[int], missing: list[Key], num_reserved: int) -> Load:
+        held = [i for i in held if i < self.num_blocks]  # not states
+        for i in held:
+            self.free_block_ids.pop(i, None)
+            self.blocks[i].ref_count += 1
+        contents = [CachedBlock(*key, self._allocate_for(key[0])) for key in missing]
+        load = Load(held, contents, num_reserved)
+        load.held += [i for i in load.block_ids if i < self.num_blocks]
         self.loads.append(load)
-        self._loaded = {other: n for other, n in self._loaded.items() if not other.is_finished}  # drop aborted requests
-        self._loaded[seq] = len(contents) * self.block_size
         self._arriving |= {content.block_hash: load for content in contents}
         self._put(self._evicted)
         self._evicted = []
@@ -172,21 +204,21 @@ class TieredBlockManager(BlockManager):
             return True
 
     def _fail(self, load: Load, error: OSError) -> None:
-        self._warn(f"{len(load.contents)} cache blocks could not be loaded, and are computed again: {error}")
+        self._warn(f"{len(load.block_ids)} cache blocks could not be loaded, and are computed again: {error}")
         for content in load.contents:
             self._arriving.pop(content.block_hash, None)
         load.contents = []
 
     def _end(self, load: Load) -> None:
-        """Put the arrived blocks into the prefix cache, and free all blocks of the load."""
+        """Put what has arrived into the prefix cache, and free all blocks of the load."""
         self.connector.order_steps(load.block_ids)
-        for block_hash, token_ids, block_id in load.contents:
-            del self._arriving[block_hash]
-            self.insert(self.blocks[block_id], block_hash, token_ids)
-            self._stored.add(block_id)
-        self.totals["loaded_blocks"] += len(load.contents)
-        for block in reversed(load.held):
-            self._release_block(block.block_id)
+        for content in load.contents:
+            del self._arriving[content.block_hash]
+            if self._insert(content):
+                self._stored.update(content.block_ids)
+            self.totals["loaded_blocks"] += len(content.block_ids)
+        for block_id in reversed(load.held):
+            self._release_block(block_id)
         self.hash_to_block_id = dict(self.hash_to_block_id)  # tells viewers that any block may have changed
         self.loads.remove(load)
         load.has_ended = True
@@ -195,22 +227,177 @@ class TieredBlockManager(BlockManager):
         """Store the evicted blocks, before a step overwrites them."""
         if self._evicted:
             evicted, self._evicted = self._evicted, []
-            self._put(evicted)
-            self.connector.order_steps([block.block_id for block in evicted])
+            self._put_at_once(evicted)
 
-    def _put(self, blocks: list[CachedBlock]) -> None:
-        if not blocks:
+    def _put_at_once(self, contents: list[CachedBlock]) -> None:
+        """Store contents that the next step may overwrite."""
+        self._put(contents)
+        self.connector.order_steps([block_id for content in contents for block_id in content.block_ids])
+
+    def _put(self, contents: list[CachedBlock]) -> None:
+        if not contents:
             return
         try:
-            self.connector.put(blocks)
+            self.connector.put(contents)
         except OSError as error:
-            self._warn(f"{len(blocks)} cache blocks could not be stored: {error}")
-        self._stored |= {x.block_id for x in blocks if self.blocks[x.block_id].hash == x.block_hash}
+            num_blocks = sum(len(content.block_ids) for content in contents)
+            self._warn(f"{num_blocks} cache blocks could not be stored: {error}")
 
     def _warn(self, problem: str) -> None:
         """Log a warning for the first problem only, because a failing store may fail often."""
         logger.log(logging.DEBUG if self.totals["lost_copies"] else logging.WARNING, problem)
         self.totals["lost_copies"] += 1
+
+    # -- what a subclass adds to ---------------------------------------------------------------------------------------
+
+    def _first_needed(self, num_blocks: int) -> int:
+        """Return from which block on a prefix of `num_blocks` blocks needs second contents, whose hashes are `~h`."""
+        return num_blocks
+
+    def _ids_on_device(self, block_hash: int, token_ids: list[int]) -> tuple[int, ...] | None:
+        """Return where the device's prefix cache has these contents, or None."""
+        block_id = self.hash_to_block_id.get(block_hash)
+        return None if block_id is None or self.blocks[block_id].token_ids != token_ids else (block_id,)
+
+    def _content(self, block: Block) -> CachedBlock:
+        """Return what leaves the prefix cache when `block` is evicted."""
+        return CachedBlock(block.hash, block.token_ids, (block.block_id,))
+
+    def _next_evicted(self) -> Iterator[CachedBlock]:
+        """Yield what will be evicted next."""
+        for block in (self.blocks[i] for i in islice(self.free_block_ids, NUM_AHEAD)):
+            if block.hash != -1:
+                yield self._content(block)
+
+    def _can_load(self, seq: Sequence, num_spare: int, prefix: list[Key]) -> bool:
+        """Return whether `seq` fits, and what a load of `prefix` needs in addition."""
+        return self.can_allocate(seq, num_spare)
+
+    def _num_reserved(self, num_blocks: int) -> int:
+        """Return `num_spare` for a sequence that needs `num_blocks` blocks after those that are loaded."""
+        return num_blocks
+
+    def _allocate_for(self, block_hash: int) -> tuple[int, ...]:
+        """Return where contents with this hash can be loaded."""
+        return (self._allocate_block(),)
+
+    def _insert(self, content: CachedBlock) -> bool:
+        """Put loaded contents into the prefix cache. Return whether they are there."""
+        self.insert(self.blocks[content.block_ids[0]], content.block_hash, content.token_ids)
+        return True
+
+
+class TieredStates(TieredBlockManager, StateBlockManager):
+    """Also stores and loads snapshots of states.
+
+    A snapshot is stored when its block is evicted, or when its row is needed for another state.
+    """
+
+    def drop_snapshot(self, block_id: int, row: int) -> None:
+        snapshot = self._snapshot(block_id, row)
+        self._stored.discard(self.num_blocks + row)
+        if self.blocks[block_id].hash != -1:  # the prefix cache is not being cleared
+            self._put_at_once(snapshot)
+        super().drop_snapshot(block_id, row)
+
+    def _snapshot(self, block_id: int, row: int) -> list[CachedBlock]:
+        """Return the snapshot at the end of a block, or nothing if no launched step has written its row."""
+        block, state_id = self.blocks[block_id], self.num_blocks + row
+        return [] if state_id in self._in_copies else [CachedBlock(~block.hash, block.token_ids, (state_id,))]
+
+    def _first_needed(self, num_blocks: int) -> int:
+        return max(0, num_blocks - 1)
+
+    def _ids_on_device(self, block_hash: int, token_ids: list[int]) -> tuple[int, ...] | None:
+        if block_hash >= 0:
+            return super()._ids_on_device(block_hash, token_ids)
+        block_ids = super()._ids_on_device(~block_hash, token_ids) or (-1,)
+        return (self.num_blocks + self.snapshots[block_ids[0]],) if block_ids[0] in self.snapshots else None
+
+    def _next_evicted(self) -> Iterator[CachedBlock]:
+        num_rows = max(0, NUM_SNAPSHOTS_AHEAD - len(self.rows.free_others) - len(self.rows.free_indices))
+        for block_id in islice(self.snapshots, num_rows):
+            yield from self._snapshot(block_id, self.snapshots[block_id])
+        for content in super()._next_evicted():
+            yield content
+            if (row := self.snapshots.get(content.block_ids[0])) is not None:
+                yield from self._snapshot(content.block_ids[0], row)
+
+    def _can_load(self, seq: Sequence, num_spare: int, prefix: list[Key]) -> bool:
+        return self._row_for_load() is not None and super()._can_load(seq, num_spare, prefix)
+
+    def _row_for_load(self) -> int | None:
+        """Return a row that can be overwritten before the next step: the row that is needed least."""
+        rows, in_use = self.rows, {*self.rows.being_read, *(i - self.num_blocks for i in self._in_copies)}
+        candidates = (*rows.free_others, *rows.free_indices, *self.snapshots.values())
+        return next((row for row in candidates if row not in in_use), None)
+
+    def _allocate_for(self, block_hash: int) -> tuple[int, ...]:
+        if block_hash >= 0:
+            return super()._allocate_for(block_hash)
+        row = self._row_for_load()
+        assert row is not None, "_can_load says whether there is one"
+        self.rows.forget(next((block_id for block_id, x in self.snapshots.items() if x == row), None))
+        (self.rows.free_indices if row < self.rows.num_indices else self.rows.free_others).remove(row)
+        return (self.num_blocks + row,)
+
+    def _insert(self, content: CachedBlock) -> bool:
+        if content.block_hash >= 0:
+            return super()._insert(content)
+        block_ids = super()._ids_on_device(~content.block_hash, content.token_ids)
+        if not block_ids or block_ids[0] in self.snapshots or block_ids[0] in self._untaken:
+            return False
+        self.snapshots[block_ids[0]] = content.block_ids[0] - self.num_blocks
+        return True
+
+    def _end(self, load: Load) -> None:
+        super()._end(load)
+        for row in (block_id - self.num_blocks for block_id in load.block_ids if block_id >= self.num_blocks):
+            if row not in self.snapshots.values():
+                self.rows.append(row)
+
+
+class TieredWindows(TieredBlockManager, WindowBlockManager):
+    """Also stores and loads the columns of window tables. A column has the second hash of its tokens."""
+
+    def end_of_chunk(self, seq: Sequence, end: int) -> int:
+        end = super().end_of_chunk(seq, end)
+        self._flush()
+        return end
+
+    def _first_needed(self, num_blocks: int) -> int:
+        return self.first_column(num_blocks * self.block_size)
+
+    def _ids_on_device(self, block_hash: int, token_ids: list[int]) -> tuple[int, ...] | None:
+        if block_hash >= 0:
+            return super()._ids_on_device(block_hash, token_ids)
+        column = self.columns.get(~block_hash)
+        return None if column is None or self.blocks[column[0]].token_ids != token_ids else column
+
+    def _content(self, block: Block) -> CachedBlock:
+        column = self.columns.get(block.hash, ())
+        is_in_column = block.block_id in column
+        return CachedBlock(~block.hash, block.token_ids, column) if is_in_column else super()._content(block)
+
+    def _can_load(self, seq: Sequence, num_spare: int, prefix: list[Key]) -> bool:
+        num_columns = sum(block_hash < 0 for block_hash, _ in prefix)
+        return super()._can_load(seq, num_spare + num_columns, prefix)
+
+    def _num_reserved(self, num_blocks: int) -> int:
+        num_columns = min(num_blocks, self.num_blocks_for(self.window) + 1)
+        return -(-(num_blocks + self.num_tables * num_columns) // (1 + self.num_tables))
+
+    def _allocate_for(self, block_hash: int) -> tuple[int, ...]:
+        return super()._allocate_for(block_hash) if block_hash >= 0 else self._allocate_column()
+
+    def _insert(self, content: CachedBlock) -> bool:
+        if content.block_hash >= 0:
+            return super()._insert(content)
+        if self.columns.setdefault(~content.block_hash, content.block_ids) is not content.block_ids:
+            return False
+        for block_id in content.block_ids:
+            self.blocks[block_id].update(~content.block_hash, content.token_ids)
+        return True
 
 
 class TieredQueue(WaitingQueue):
@@ -263,20 +450,19 @@ class TieredQueue(WaitingQueue):
         return None
 
 
-def check_manager(blocks: BlockManager) -> None:
-    """Raise ValueError if the prefix cache is off, or if the model has states or several block tables."""
-    if type(blocks) is not BlockManager or not blocks.enable_prefix_caching:
-        reason = "layers with a state or with block tables of their own" if blocks.enable_prefix_caching else ""
-        raise ValueError(f"swap_space: is not supported with {reason or 'enable_prefix_caching=False'}")
-
-
 def use_connector(scheduler: "Scheduler", connector: Connector) -> None:
     """Give the prefix cache of an idle scheduler a second tier, and empty the prefix cache.
 
-    Raises the errors of `check_manager`.
+    Raises ValueError if there is no prefix cache, or if it has a second tier already.
     """
-    check_manager(scheduler.block_manager)
-    scheduler.block_manager = TieredBlockManager(scheduler, connector)
+    blocks: Any = scheduler.block_manager
+    if not blocks.enable_prefix_caching:
+        raise ValueError("enable_prefix_caching=False: must be True, because a connector stores the prefix cache")
+    if isinstance(blocks, TieredBlockManager):
+        raise ValueError(f"the prefix cache already has a connector, a {type(blocks.connector).__name__}")
+    forms = {StateBlockManager: TieredStates, WindowBlockManager: TieredWindows, BlockManager: TieredBlockManager}
+    blocks.connector, blocks.totals = connector, scheduler.totals
+    replace_methods(blocks, next(form for kind, form in forms.items() if isinstance(blocks, kind)), "Tiered")
     scheduler.make_queue = partial(TieredQueue, scheduler, scheduler.make_queue)  # type: ignore[method-assign]
     scheduler.totals["tiers"] = 2
     scheduler.reset()

@@ -37,7 +37,7 @@ C = TypeVar("C", bound=type)
 
 
 def checks_names(cls: C) -> C:
-    """Let a dataclass raise a TypeError that suggests a parameter for an unknown name."""
+    """Make a dataclass reject an unknown parameter with a TypeError that suggests a known name."""
     init = cls.__init__
 
     @wraps(init)
@@ -121,7 +121,7 @@ def parse_json(name: str, value: Any) -> Any:
 
 
 def read_json(file: Path) -> dict:
-    """Read the JSON object in `file`. Raises a ValueError that names the file if the file contains anything else."""
+    """Read the JSON object in `file`. Raises a ValueError that names the file if the content is not a JSON object."""
     try:
         content = json.loads(file.read_bytes())
     except ValueError as error:  # the syntax or the encoding is wrong

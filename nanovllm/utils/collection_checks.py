@@ -9,7 +9,7 @@ from nanovllm.utils.checks import check_int, check_real, check_unicode
 
 
 def check_collections(params: Any, names: Container[str]) -> None:
-    """Replace the parameters in `names` of a SamplingParams with the results of their checks."""
+    """In a SamplingParams, replace each parameter in `names` with the result of its check."""
     for name, check in CHECKS.items():
         if name in names:
             object.__setattr__(params, name, check(name, getattr(params, name)))
@@ -49,7 +49,7 @@ def check_biases(name: str, value: Any) -> dict[int, float] | None:
 
 
 def _tuple_of(kind: type, name: str, value: Any) -> tuple:
-    """Return one value or several values of type `kind` as a tuple. Raises TypeError for other types."""
+    """Return a value of type `kind`, or a collection of such values, as a tuple. Raises TypeError for other types."""
     value = value.tolist() if hasattr(value, "tolist") else value  # a NumPy array or a tensor
     values = () if value is None else (value,) if isinstance(value, kind) else value
     if not isinstance(values, (list, tuple, set, frozenset, range)) or not all(isinstance(v, kind) for v in values):

@@ -22,7 +22,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*arguments, allow_abbrev=False, **options)
 
     def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
-        """Reject unknown arguments here, so that a subcommand's error points to the subcommand's help."""
+        """Let a subcommand's parser reject unknown arguments, so that the error points to the subcommand's help."""
         parsed, unknown = super().parse_known_args(*arguments, **options)
         if unknown:
             typed, flags = unknown[0].partition("=")[0], [*self._option_string_actions]
@@ -64,7 +64,7 @@ def add_flags(
 
 
 def given(arguments: argparse.Namespace, settings: type, skip: Container[str] = ()) -> dict[str, Any]:
-    """Return the values of the flags that were used, by field name, without the fields in `skip`."""
+    """Return a dict that maps field names to the values of used flags, without the fields in `skip`."""
     names = {field.name for field in fields(settings) if field.name not in skip}
     values = {name: value for name, value in vars(arguments).items() if name in names}
     return {name: tuple(_items(value)) if isinstance(value, list) else value for name, value in values.items()}
@@ -103,7 +103,7 @@ def _in_words_of_a_shell(text: str, flags: Mapping[str, str]) -> str:
 def _options(field: Field) -> dict[str, Any]:
     """Return argparse's options for a field.
 
-    For a union, these are the options of the type that is tested first below. Other types are text.
+    For a union, the options follow from the type that the code below tests first. Other types are text.
     """
     hint = field.type
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)

@@ -13,8 +13,8 @@ def interrupts_held() -> Iterator[list]:
     """Delay Ctrl-C to the end of the block. If blocks are nested, delay Ctrl-C to the end of the outermost block.
 
     Yields a list, which is empty until the outermost block is interrupted. Lists of nested blocks stay empty. Outside
-    the main thread, nothing is delayed, because Python runs signal handlers in the main thread. Nothing is delayed
-    either if the handler was not installed by Python, because Python could not restore such a handler.
+    the main thread, nothing is delayed, because Python runs signal handlers in the main thread. If the signal handler
+    was not installed from Python, nothing is delayed, because Python could not restore this handler.
     """
     global _is_held
     is_main = threading.current_thread() is threading.main_thread()

@@ -86,8 +86,7 @@ def _import_modules(native: Future) -> None:
 class _DistributionsOfPackages(Mapping[str, list[str]]):
     """A lazy `importlib.metadata.packages_distributions()`.
 
-    The metadata of all installed packages is read only if a package's distribution has a different name from the
-    package.
+    The metadata of all installed packages is read only for a package whose distribution has a different name.
     """
 
     @cached_property

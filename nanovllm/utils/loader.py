@@ -129,7 +129,7 @@ def check_shape(weight, shape: tuple[int, ...]):
 
 
 class Shard(NamedTuple):
-    """Locates a rank's part of a checkpoint weight: where it is in that weight, and where it goes in the parameter."""
+    """Locates a rank's part of a checkpoint weight, both in this weight and in the rank's parameter."""
 
     shape: tuple[int, ...]  # of the checkpoint weight
     rows: slice = slice(None)  # of the checkpoint weight
@@ -138,7 +138,7 @@ class Shard(NamedTuple):
 
     @property
     def parts(self) -> list["Shard"]:
-        """The Shards of which this object consists. RowRanges, a similar class, consists of several Shards."""
+        """The Shards of which this object consists. A `RowRanges` consists of several Shards."""
         return [self]
 
     def copy(self, target: torch.Tensor, weight) -> torch.Tensor:
@@ -157,10 +157,10 @@ def load_model(
 ) -> None:
     """Fill `model` from the safetensors files in `folder`, or with random numbers if `load_format` is "dummy".
 
-    `model.packed_modules_mapping` maps a module of the checkpoint to a pair: the merged module that contains it, and
-    its shard id in the merged module. Parameters load tensors with `weight_loader(parameter, weight)`. If several
-    tensors share a parameter, the loader also gets a shard id. `show_progress` shows a bar if there are several files
-    and loading takes more than BAR_DELAY.
+    `model.packed_modules_mapping` maps a module of the checkpoint to (the merged module, the shard id in the merged
+    module). Parameters load tensors with `weight_loader(parameter, weight)`. If several tensors share a parameter, the
+    loader also gets a shard id. `show_progress` shows a bar if there are several files and loading takes more than
+    BAR_DELAY.
 
     Raises a ValueError that names a tensor if the tensor is missing, surplus, in two files, of the wrong shape or not
     floating point, or contains NaN or infinity. Raises a ValueError or FileNotFoundError that names a broken or missing
@@ -251,7 +251,7 @@ def open_safetensors(file: Path, device: torch.device | str = "cpu"):
 
 
 def weight_loaders(model: nn.Module) -> dict[str, tuple[Callable, list[Any]]]:
-    """Return (loader, shard id) of every tensor by its name in the checkpoint.
+    """Return a dict that maps each tensor's checkpoint name to (loader, shard id).
 
     The shard id is empty unless several tensors share a parameter.
     """
@@ -270,7 +270,7 @@ def weight_loaders(model: nn.Module) -> dict[str, tuple[Callable, list[Any]]]:
 
 
 def stored_modules(path: str, module: Any, packed_modules_mapping: dict) -> dict[str, list]:
-    """Return the shard ids of the checkpoint's modules that are merged into `module`, by their checkpoint names.
+    """Return a dict that maps each checkpoint module that is merged into `module` to a list with its shard id.
 
     `path` is the name of `module` in the model. If nothing is merged, the only shard id is []. Shards that `module`
     lacks, such as the values of some attention layers, are left out.

@@ -19,7 +19,7 @@ def text_name(name: str) -> str:
 
 
 def nested_names(module: str) -> list[str]:
-    """Return the possible names of a text model's module in a checkpoint, its own name first."""
+    """Return the names that a text model's `module` may have in a checkpoint, starting with `module` itself."""
     return [module] + [
         prefix + module.removeprefix(own) for prefix, own in TEXT_PREFIXES.items() if module.startswith(own)
     ]

@@ -11,11 +11,11 @@ Compute = Callable[[torch.Tensor | None], torch.Tensor]  # writes its result to 
 
 
 class PartialSum:
-    """A tensor [T, N] in the form of summands. The reader adds them, ideally in a kernel that also does other work.
+    """A tensor [T, N] in the form of summands, which the reader adds, ideally in a kernel that also does other work.
 
-    parts: [T, N], or [split_k, T, N] if split_k > 1, to be summed over the first dimension.
-    barrier: the object with which the reading kernel waits for the other ranks' parts, to add them as well
-        (distributed/peer_memory.py). None if only this rank has parts.
+    parts: [T, N] or, if split_k > 1, [split_k, T, N], which the reader sums over the first dimension.
+    barrier: the object with which the reading kernel waits until it can also add the other ranks' parts: see
+        distributed/peer_memory.py. None if only this rank has parts.
     """
 
     __slots__ = ("device", "parts", "split_k")
@@ -42,8 +42,8 @@ def sum_over_ranks(
 ) -> PartialSum:
     """Sum the result of `compute` over ranks.
 
-    The result of `compute` is [num_rows, width], or [split_k, num_rows, width] if `split_k` > 1. Ranks that read each
-    other's memory (`tp.sum`) pass `compute` a tensor [split_k, num_rows, width] to write to.
+    The result of `compute` is [num_rows, width], or [split_k, num_rows, width] if `split_k` > 1. If ranks read each
+    other's memory (`tp.sum`), `compute` gets a tensor [split_k, num_rows, width] to write the result to.
     """
     if hasattr(tp, "sum"):
         return tp.sum(compute, num_rows, width, dtype, split_k)

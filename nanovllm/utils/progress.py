@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 @contextmanager
 def progress_bar(total: int, **options) -> Iterator[Callable[..., None]]:
-    """Show a tqdm bar. Yields a function. Call it as `advance(n, **num_tokens)` when n more items are done.
+    """Show a tqdm bar, and yield a function `advance(n, **num_tokens)` to call when n more items are done.
 
     `num_tokens` counts tokens since the previous call, by kind. The bar shows the rate of each kind. Ctrl-C is delayed
-    while tqdm runs, because it could leave the process-wide lock of all bars locked.
+    while tqdm runs, because an interrupt could leave the process-wide lock of all bars locked.
     """
     rates, last_time = {}, perf_counter()
 

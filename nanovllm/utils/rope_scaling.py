@@ -30,9 +30,9 @@ def scaled_rope(kind: str, theta: float, rope: dict, raw: Mapping, head_dim: int
     """Return the frequencies for a rope type.
 
     Raises ValueError, TypeError or KeyError for bad or missing parameters. `raw` is the content of config.json. `rope`
-    contains the parameters of the rope type. `max_len` is the same as in vLLM. For "dynamic", `max_len` is the training
-    length, because longer sequences would change all frequencies. For "longrope", `max_model_len` selects the short or
-    the long factors, as in vLLM.
+    contains the parameters of the rope type. The returned `max_len` is the same as in vLLM. For "dynamic", `max_len` is
+    the training length, because longer sequences would change all frequencies. For "longrope", `max_model_len` selects
+    the short or the long factors, as in vLLM.
     """
     trained_len, name = raw["max_position_embeddings"], "original_max_position_embeddings"
     if raw.get(name) is not None:
@@ -91,7 +91,7 @@ def _yarn_frequencies(periods: torch.Tensor, theta: float, rope: dict) -> torch.
 
 
 def _yarn_scale(rope: dict) -> float:
-    """Return the scale of cos and sin. The scale's square multiplies attention scores, which keeps attention sharp."""
+    """Return the scale of cos and sin. Attention scores grow by the scale's square, which keeps attention sharp."""
 
     def scale(weight: float) -> float:
         return 1.0 if rope["factor"] <= 1 else 0.1 * weight * math.log(rope["factor"]) + 1.0

@@ -8,7 +8,8 @@ STEP_TIMEOUT = 300.0  # seconds that a rank waits for other ranks within a step
 class TensorParallel:
     """Splits a model over `size` ranks and defines their collective operations. This process is rank `rank`.
 
-    This class implements a single rank, which does not communicate. With `size` > 1, this class only computes shards.
+    This class implements a single rank, which does not communicate. With `size` > 1, an instance of this class can only
+    compute shards.
     """
 
     lost = False  # whether another rank is gone, so that this rank's results are invalid
@@ -19,13 +20,13 @@ class TensorParallel:
         self.size = size
 
     def shard_size(self, what: str, total: int) -> int:
-        """Return an equal share of `total`. If `total` is not divisible, raise a ValueError that names `what`."""
+        """Return an equal share of `total`. If `size` does not divide `total`, raise a ValueError that names `what`."""
         if total % self.size:
             raise ValueError(f"tensor_parallel_size={self.size}: does not divide the {what} ({total})")
         return total // self.size
 
     def local_slice(self, total: int) -> slice:
-        """Return this rank's equal share of `total` elements. Raises ValueError if there is none."""
+        """Return this rank's equal share of `total` elements. Raises ValueError if `size` does not divide `total`."""
         size = self.shard_size("checkpoint tensor", total)
         return slice(self.rank * size, (self.rank + 1) * size)
 
@@ -46,14 +47,14 @@ class TensorParallel:
         return x
 
     def all_reduce_max(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the elementwise maximum of all ranks' keys [S] int64. A forward ends with this call. S may be 0."""
+        """Return the elementwise maximum of all ranks' keys [S] int64. This call ends a forward pass. S may be 0."""
         return keys
 
     def barrier(self, device: torch.device) -> None:
-        """Make all later work on the device wait for all ranks, as `all_reduce_max` does at the end of each forward."""
+        """Make all later work on the device wait for all ranks, as `all_reduce_max` does after each forward pass."""
 
     def check(self) -> None:
         """Raise RuntimeError if a rank was lost."""
 
     def close(self) -> None:
-        """Disconnect from the other ranks. Queued work must not use the other ranks."""
+        """Disconnect from the other ranks. No queued work may still use the other ranks."""

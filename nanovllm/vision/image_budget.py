@@ -1,7 +1,7 @@
 """Limits how many images a step computes, because the sequences that decode in this step wait for the tower.
 
-In the step's budget, an image costs the number of tokens for which the text model needs as many operations as the tower
-needs for the image.
+The cost of an image is a number of tokens in the step's budget: the text model needs about as many operations for these
+tokens as the tower needs for the image.
 """
 
 from collections.abc import Callable
@@ -25,9 +25,10 @@ class ImageScheduler(Scheduler):
     cost_of_image: Callable[[PromptImage], int]  # 0 if the image's embeddings are stored
 
     def chunk_end(self, budget: TokenBudget, seq: Sequence, others_wait: bool) -> int:
-        """Return an end such that the chunk and its images are within the budget.
+        """Return the end of the chunk, such that the chunk and its images are within the budget.
 
-        A chunk that begins with an image contains at least one token of it, even if the image exceeds the budget.
+        A chunk that begins with an image contains at least one token of the image, even if the image exceeds the
+        budget.
         """
         start, end = seq.num_computed_tokens, super().chunk_end(budget, seq, others_wait)
         images = self._new_images(seq, end)
@@ -48,6 +49,6 @@ class ImageScheduler(Scheduler):
         return left._replace(num_tokens=left.num_tokens - sum(self._new_images(seq, end).values()))
 
     def _new_images(self, seq: Sequence, end: int) -> dict[int, int]:
-        """Return the costs of the images that must be computed for the chunk of `seq` up to `end`, by first token."""
+        """Return the cost of each image that the chunk up to `end` adds, by the index of the image's first token."""
         placed = images_in(seq, seq.num_computed_tokens, end)
         return {first: cost for image, first in placed if (cost := self.cost_of_image(image))}

@@ -1,4 +1,4 @@
-"""Tells all ranks which tokens of a step belong to images, and the positions of tokens."""
+"""Tells all ranks which tokens of a step belong to images, and which positions the tokens have."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def has_images(step: ScheduledStep) -> bool:
     """Return whether a chunk begins before the end of its prompt's last image.
 
-    After this image, the three positions of a token are equal.
+    After the last image of a prompt, the three positions of a token are equal.
     """
     chunks = [(images_of(seq), start) for seq, start, _ in step.chunks]
     return any(images is not None and start < images.placed[-1].end for images, start in chunks)
@@ -26,8 +26,8 @@ def has_images(step: ScheduledStep) -> bool:
 class RequestImages(StepFeature):
     """The state of a sequence is its PromptImages. Without images, a sequence has no state.
 
-    In an engine that takes images, a VisionRunner uses this feature in all steps with chunks, because an earlier
-    sequence with the same request index might have had images.
+    A VisionRunner uses this feature in all steps with chunks, because each new sequence must replace the delta of an
+    earlier sequence with the same request index.
     """
 
     @classmethod

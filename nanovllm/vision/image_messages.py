@@ -1,4 +1,4 @@
-"""Sends images to the other ranks, and connects the parts of an engine that takes images."""
+"""Sends images to the other ranks, and prepares an engine's scheduler and prefix cache for images."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,7 +18,8 @@ from nanovllm.vision.prompt_images import PromptImage
 class ImagePart(NamedTuple):
     """A part of a message to another rank, which computes an image's embeddings when all parts have arrived.
 
-    The parts contain the image's pixels, and then the digests of the images to be forgotten. `image` has no pixels.
+    Together, the parts contain the image's pixels, followed by the digests of the images to remove. `image` has no
+    pixels.
     """
 
     image: PromptImage

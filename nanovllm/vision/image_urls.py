@@ -130,13 +130,13 @@ def _get(connection: http.client.HTTPConnection, target: str, max_bytes: int, un
 
 
 def _shut_down(sock: socket.socket) -> None:
-    """Make another thread stop waiting for a socket. This works for every part of a slow answer."""
+    """Make another thread stop waiting for a socket, during the TLS handshake, the headers or the body."""
     with suppress(OSError):  # it is closed
         socket.socket.shutdown(sock, socket.SHUT_RDWR)  # SSLSocket.shutdown would go on in plain text
 
 
 def _public_address(host: str, port: int) -> tuple[str, int]:
-    """Return the address to connect to. A second lookup of the name might return another, private address."""
+    """Return the address to connect to. A second lookup of `host` might return a private address."""
     addresses = [str(address[0]) for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     for address in addresses:
         ip: Any = ipaddress.ip_address(address)

@@ -8,9 +8,8 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding
 class MRotaryEmbedding(RotaryEmbedding):
     """Rotates pair `i` of a head by the position on one of three axes.
 
-    Pairs 1, 4, 7, ... use the vertical position and pairs 2, 5, 8, ... the horizontal position. `mrope_section`
-    contains the number of pairs per axis. The other pairs use the temporal position. In text, the three positions are
-    equal.
+    Pairs 1, 4, 7, ... use the vertical position, pairs 2, 5, 8, ... the horizontal position, and all other pairs the
+    temporal position. `mrope_section` contains the number of pairs per axis. In text, the three positions are equal.
     """
 
     def __init__(
@@ -28,7 +27,7 @@ class MRotaryEmbedding(RotaryEmbedding):
         return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
 
     def look_up(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the rows of `positions` in a table [max_position, ..., N], whose columns belong to `axes`."""
+        """Return rows of a table [max_position, ..., N]. `axes` picks one of three positions for each column."""
         if positions.dim() == 1:
             return table.index_select(0, positions)
         by_axis = [table.index_select(0, axis) for axis in positions]

@@ -1,6 +1,6 @@
 """The vision tower of Qwen3-VL and Qwen3.5, which maps an image's patches to embeddings of tokens (arXiv:2511.21631).
 
-Every rank has the whole tower, and computes one image at a time. So an image's embeddings depend on no other image.
+Every rank has the whole tower, and computes one image at a time, so an image's embeddings depend on no other image.
 """
 
 import torch
@@ -40,7 +40,7 @@ class LayerNorm(nn.Module):
 
 
 class PatchProjection(nn.Module):
-    """A 3D convolution whose stride is its kernel size: a matmul per patch. All frames of a patch are one image."""
+    """A 3D convolution whose stride is its kernel size: a matmul per patch. All frames of a patch are equal."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()
@@ -75,7 +75,7 @@ class PositionEmbedding(nn.Module):
         return self._interpolate(rows.transpose(0, 1), width).transpose(0, 1)
 
     def _interpolate(self, grid: torch.Tensor, size: int) -> torch.Tensor:
-        """Interpolate the first dimension linearly, such that the first and last elements keep their places."""
+        """Resize the first dimension by linear interpolation, which keeps the first element and the last element."""
         places = torch.arange(size, dtype=torch.float32, device=grid.device) * (self.side - 1) / max(1, size - 1)
         low = places.long()
         high = (low + 1).clamp(max=self.side - 1)

@@ -1,4 +1,4 @@
-"""Reads from a checkpoint's files how its vision tower is built, and how its text model sees images."""
+"""Reads from a checkpoint's files the sizes of the vision tower, and how the text model reads images."""
 
 from dataclasses import dataclass, replace
 from math import isqrt
@@ -65,7 +65,7 @@ class VisionConfig:
         return self.max_pixels // (self.patch_size * self.merge_size) ** 2
 
     def operations(self, num_tokens: int) -> int:
-        """Return the number of operations of the tower for an image of `num_tokens` tokens."""
+        """Return how many operations the tower needs for an image of `num_tokens` tokens."""
         patches, size = num_tokens * self.merge_size**2, self.hidden_size
         per_patch = 8 * size**2 + 4 * size * self.intermediate_size + 4 * patches * size  # the last term is attention
         return self.depth * patches * per_patch
@@ -99,7 +99,7 @@ def check_pixels(name: str, value: Any) -> dict[str, int]:
 
 
 def check_domains(name: str, value: Any) -> tuple[str, ...]:
-    """Return the setting `allowed_media_domains` in lower case. Raises TypeError if it is not a list of strings."""
+    """Return the setting `allowed_media_domains` in lower case. Raises TypeError for a value of another type."""
     if not isinstance(value, (list, tuple)) or not all(isinstance(host, str) for host in value):
         raise TypeError(f"{name}={value!r:.80}: must be a list of host names")
     return tuple(host.lower() for host in value)
@@ -119,8 +119,8 @@ def read_vision(
 ) -> VisionConfig | None:
     """Read config.json, whose content is `raw`, and the preprocessor_config.json next to `file`.
 
-    Return None if the checkpoint has no vision tower. The remaining arguments replace entries that are absent. Raises
-    ValueError or TypeError, which name the file, for unsupported entries.
+    Return None if the checkpoint has no vision tower. The remaining arguments replace entries that the files lack.
+    Raises ValueError or TypeError, which name the file, for unsupported entries.
     """
     if not (found := raw.get("vision_config")):
         return None

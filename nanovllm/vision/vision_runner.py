@@ -23,8 +23,8 @@ from nanovllm.vision.tower import VisionTower
 class ImageStore:
     """The embeddings of images on a rank's device, by digest.
 
-    If there are too many embeddings, the least recently used ones are removed. Rank 0 decides which images are computed
-    and which are removed, and tells the other ranks.
+    If the store is full, the least recently used embeddings are removed. Rank 0 decides which images are computed and
+    which are removed, and tells the other ranks.
     """
 
     def __init__(self, tower: VisionTower, max_tokens: int, device: torch.device):
@@ -47,8 +47,8 @@ class ImageStore:
     def require(self, images: Iterable[PromptImage]) -> None:
         """Compute the embeddings of the images that are not stored. Only rank 0 calls this method.
 
-        The images of the previous step may exceed the bound. So the least recently used images are removed first. The
-        last image stays, because a chunk may have cut it.
+        First, the least recently used images are removed, because the images of the previous step may exceed the bound.
+        The most recently used image stays, because the next chunk may begin inside this image.
         """
         needed = {image.digest: image for image in images}
         self._make_room(0, [*needed, *[*self._embeddings][-1:]])
@@ -91,10 +91,10 @@ class ImageStore:
 
 @contextmanager
 def image_embeddings(decoder: Any, tokens: torch.Tensor, levels: torch.Tensor) -> Iterator[None]:
-    """Within a `with` block, give the embeddings of images to a decoder.
+    """Until a `with` block ends, let a decoder use the embeddings of images.
 
-    The first of `levels` [1 + layers, N, hidden_size] replaces the embeddings of `tokens` [N], and each other level is
-    added to the output of a layer.
+    The first of `levels` [1 + layers, N, hidden_size] replaces the embeddings of `tokens` [N], and the other levels are
+    added to the outputs of the first layers.
     """
 
     def replace(module: Any, arguments: Any, embeddings: torch.Tensor) -> torch.Tensor:
@@ -115,8 +115,8 @@ def image_embeddings(decoder: Any, tokens: torch.Tensor, levels: torch.Tensor) -
 class VisionRunner(BatchRunner):
     """Computes the embeddings of a step's images before the step.
 
-    Steps in which a chunk begins before the end of its prompt's last image are computed without CUDA graphs, with three
-    positions per token. In all other steps, a token has one position: its index plus the delta of its request.
+    If a chunk begins before the end of its prompt's last image, the step runs without CUDA graphs, and each token has
+    three positions. In all other steps, a token has one position: its index plus the delta of its request.
     """
 
     _has_images = False  # whether a chunk of the step that is prepared begins before the end of an image

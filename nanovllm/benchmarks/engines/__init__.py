@@ -22,7 +22,7 @@ def run_engines(names: list[str], functions: Engines, model: str, settings: dict
     """Run the workloads on each engine.
 
     If there are several names, each engine runs in a separate process. After Ctrl-C, start no further engine, and
-    return only the results of complete workloads.
+    return only the results of workloads that have run completely.
     """
     results = {}
     for engine in names:

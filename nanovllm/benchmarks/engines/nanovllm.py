@@ -44,9 +44,9 @@ class NanoVllmSteps:
         return output.new_tokens
 
     def seconds_saved(self) -> float:
-        """Estimate how long the prompt tokens in the prefix cache would have taken, since the last call.
+        """Estimate how many seconds of computation prefix cache hits have saved since the last call.
 
-        The engine measured at its start how many tokens it computes in `max_mixed_step_ms`.
+        The estimate assumes the speed that the engine measured at its start.
         """
         config, cost, self._cost_of_cached = self.llm.config, self._cost_of_cached, 0.0
         assert config.max_mixed_step_ms and config.max_num_mixed_tokens  # known after the start
@@ -61,7 +61,7 @@ class NanoVllmSteps:
 
 @contextmanager
 def started_nanovllm(model: str, settings: dict) -> "Iterator[LLM]":
-    """Start an `LLM` of this package. In the main process, print how long this took."""
+    """Start an `LLM` of this package. In the main process, print how long the start took."""
     from nanovllm import LLM  # imports PyTorch, which --help does not need
 
     with LLM(model, **settings) as llm:

@@ -9,7 +9,7 @@ from nanovllm.config import Config
 
 
 def run_transformers(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
-    """Run padded batches with three batch sizes and (on a CPU) two dtypes. Return the fastest result."""
+    """Run padded batches with three batch sizes and, on a CPU, with two dtypes. Return the fastest result."""
     import torch
     from transformers import AutoModelForCausalLM, StoppingCriteria
 
@@ -20,7 +20,7 @@ def run_transformers(model: str, settings: dict, workloads: Workloads) -> dict[s
     llm.generation_config.eos_token_id = None
 
     class Clock(StoppingCriteria):
-        """Records when each token arrives, and never stops the generation."""
+        """A stopping criterion that records when each token arrives, and never stops the generation."""
 
         def __init__(self, begin: float):
             self.begin, self.times = begin, []

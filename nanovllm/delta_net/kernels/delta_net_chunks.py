@@ -7,7 +7,7 @@ Four kernels compute:
 3. the state before each chunk, one chunk after the other
 4. the outputs and the gated norm, for all chunks in parallel
 
-Between kernels, decays and betas are float32, and all other tensors have the model's dtype. A state stays in float32
+The kernels exchange decays and betas in float32, and all other tensors in the model's dtype. A state stays in float32
 from chunk to chunk, and is rounded only for matmuls, for the last kernel and for storage.
 """
 
@@ -38,9 +38,9 @@ HEADS_EACH = 2  # value heads of a chunk that a program computes in order, loadi
 def _inverse(system, IS_FLOAT32: tl.constexpr):
     """Invert a lower triangular matrix with ones on the diagonal.
 
-    The part below the diagonal is in `system` [CHUNK, CHUNK]. Each iteration doubles the size of the inverted blocks,
-    because the inverse of [[A, 0], [B, C]] is [[A', 0], [-C' B A', C']] where A' and C' are the inverses of A and C. 16
-    bits are precise enough: keys have norm 1, and betas and decays are at most 1, so no element exceeds 1.
+    `system` [CHUNK, CHUNK] contains the part below the diagonal. With the inverses A' of A and C' of C, the inverse of
+    [[A, 0], [B, C]] is [[A', 0], [-C' B A', C']]. So each iteration doubles the size of the inverted blocks. Elements
+    of 16 bits are precise enough: keys have norm 1, and betas and decays are at most 1, so no element exceeds 1.
     """
     DTYPE: tl.constexpr = tl.float32 if IS_FLOAT32 else tl.float16
     i = tl.arange(0, CHUNK)
@@ -81,7 +81,7 @@ def _store(ptr, stride, first, end, column, d, DIM: tl.constexpr, x):
 
 @triton.jit
 def _state_at(states_ptr, seq, first, head, d, e, HEADS: tl.constexpr):
-    """Return pointers to the stored transposed state that a head has at the beginning of a chunk."""
+    """Return pointers to a head's state, stored transposed, at the beginning of a chunk."""
     place = (seq + first // CHUNK).to(tl.int64) * HEADS.num_values + head
     return states_ptr + place * (HEADS.key_dim * HEADS.value_dim) + (d[:, None] * HEADS.value_dim + e[None, :])
 
@@ -179,9 +179,9 @@ def _states_kernel(x_rows, rule_ptrs, seq_ptrs, state_ptrs, stride, PLAN: tl.con
 def _outputs_kernel(
     x_rows, rule_ptrs, seq_ptrs, norm_ptrs, out_ptr, num_seqs, num_rows, PLAN: tl.constexpr, PDL: tl.constexpr
 ):
-    """Each program computes the outputs of one value head of one chunk from the state and the errors, then their norm.
+    """Each program computes the outputs of one value head in one chunk, and the gated norm of the outputs.
 
-    Rows after the last token become 0; each program clears at most CHUNK of them.
+    Each program also sets at most CHUNK rows after the last token to 0.
     """
     gdc_launch_and_wait(PDL)
     HEADS: tl.constexpr = PLAN.heads

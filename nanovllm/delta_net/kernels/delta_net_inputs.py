@@ -11,7 +11,10 @@ from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launc
 
 
 class RuleInputs(NamedTuple):
-    """The inputs of the delta rule for each token and, for chunks, intermediate results of the kernels."""
+    """The inputs of the delta rule for each token.
+
+    For chunks, the tuple also contains intermediate results of the kernels.
+    """
 
     q: torch.Tensor  # [T, key heads * key_dim]
     k: torch.Tensor  # [T, key heads * key_dim]
@@ -30,7 +33,7 @@ def silu(x):
 
 @triton.jit
 def _load_inputs(source, first, t, channel, inside, PLAN: tl.constexpr):
-    """Load the inputs of the convolution for tokens `t`, the first of which is `first`."""
+    """Load the inputs of the convolution for tokens `t`, which start at `first`."""
     HEADS: tl.constexpr = PLAN.heads
     x_rows, state_ptrs, row, begin, own = source
     x = tl.load(x_rows.qkvz + t.to(tl.int64) * x_rows.stride + channel, inside & (t >= own), 0.0)
@@ -52,7 +55,7 @@ def _inputs_kernel(
 ):
     """Each program computes one head for a tile of a sequence's tokens.
 
-    The first programs compute query heads, then key heads follow, then value heads with their gates.
+    Query heads come first, then key heads, then value heads. Programs of value heads also compute gates.
     """
     gdc_launch_and_wait(PDL)
     HEADS: tl.constexpr = PLAN.heads
@@ -123,8 +126,9 @@ def _inputs_kernel(
 def keep_inputs(source, written, head, certain, end, PLAN: tl.constexpr):
     """Store the window and the inputs of drafts for the next step.
 
-    The window ends before token `certain`, where the drafts begin. A call stores the channels of one value head. The
-    call for the first value head of a group also stores the channels of the query and key heads.
+    The drafts begin at token `certain`, and the window contains the inputs before this token. A call stores the
+    channels of one value head. The call for the first value head of a group also stores the channels of the query and
+    key heads.
     """
     HEADS: tl.constexpr = PLAN.heads
     SIZE: tl.constexpr = HEADS.conv_size

@@ -1,8 +1,8 @@
 """The arguments of the gated delta rule's kernels: a layer, and the sequences of a step.
 
 A token's index is the number of its row in this step, not its position in the sequence. A sequence's tokens of this
-step start at index `own`. In front of these tokens are the accepted drafts of the previous step, whose inputs were
-kept. These drafts start at index `begin`, where the window ends.
+step start at index `own`. The accepted drafts of the previous step, whose inputs were kept, have the indices from
+`begin` to `own`. The convolution's window ends before index `begin`.
 """
 
 from functools import cache
@@ -114,7 +114,7 @@ def sequence_of(seq_ptrs, seq, stride, PLAN: tl.constexpr):
 def chunk_of(seq_ptrs, num_seqs, index, CHUNK: tl.constexpr, PAD: tl.constexpr):
     """Return (sequence, index within the sequence) of the chunk with this index in the step.
 
-    If there is no such chunk, the sequence is at least `num_seqs`.
+    If the step has fewer chunks, the returned sequence is at least `num_seqs`.
     """
     seq = tl.arange(0, PAD)
     starts_ptr = seq_ptrs.starts + num_decode_rows(seq_ptrs) + seq

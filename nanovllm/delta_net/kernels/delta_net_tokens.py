@@ -1,7 +1,7 @@
 """The gated delta rule, computed token by token: for decode steps, for drafts, and for batch-invariant chunks.
 
 The first kernel computes convolution and gates of all tokens, and the second updates each state in registers. A decode
-step reads and writes each state once, so memory bandwidth limits its speed. In the published models, a state has 64 KiB
+step reads and writes each state once, so memory bandwidth limits the speed. In the published models, a state has 64 KiB
 per head.
 
 A token is computed with the same instructions in a chunk, in a decode step and as a draft. The bits of a result can
@@ -59,8 +59,8 @@ def _tokens_kernel(
     """Each program computes the tokens of one value head of a sequence in order, then their gated norms.
 
     For a decoding sequence, the accepted drafts of the previous step come first, followed by one token. Then the state
-    is stored. The drafts of this step follow, and do not change the stored state. The last tokens may be copies of the
-    previous token.
+    is stored. The drafts of this step come last, and do not change the stored state. The last tokens may be copies
+    of the token before them.
     """
     gdc_launch_dependents(PDL)
     HEADS: tl.constexpr = PLAN.heads
@@ -120,8 +120,8 @@ def _launch_tokens(
 ) -> None:
     """Launch both kernels. `sizes` is (sequences, rows per sequence, maximum drafts of the previous step).
 
-    Without `num_warps`, choose the fastest number. If there are many programs, each gets fewer warps, because fewer
-    warps repeat less work.
+    If `num_warps` is None, choose the fastest number of warps. If there are many programs, a program gets fewer warps,
+    because warps repeat a part of each other's work.
     """
     heads, x, state_tensors = operands = operands_of(qkvz, ba, layer, states)
     num_seqs, rows, kept = sizes

@@ -48,7 +48,7 @@ def _pointer_to_rank(addresses_ptr, other, offset, dtype: tl.constexpr):
 
 @triton.jit
 def _signal(peer_ptrs, flags_offset, rank, SIZE: tl.constexpr):
-    """Tell the other ranks' waiting programs that they can read all earlier writes of this GPU."""
+    """Tell waiting programs on the other ranks that this GPU's earlier writes can be read."""
     for other in tl.static_range(SIZE):
         if other != rank:
             theirs = _pointer_to_rank(peer_ptrs[0], other, flags_offset, tl.int32) + tl.program_id(0) * SIZE + rank
@@ -162,7 +162,7 @@ def _max_kernel(
 
 
 def all_reduce_max(keys: torch.Tensor, barrier: PeerBarrier) -> torch.Tensor:
-    """Wait for all ranks, also if S is 0. Return the elementwise maximum of their keys [S] int64."""
+    """Wait for all ranks, even if S is 0. Return the elementwise maximum of all ranks' keys [S] int64."""
     out = torch.empty_like(keys)
     launch_ordinary(_max_kernel, (max(1, triton.cdiv(len(keys), KEYS_PER_PROGRAM)),))(
         *barrier.arguments, keys, out, len(keys), SIZE=len(barrier.addresses), BLOCK=KEYS_PER_PROGRAM
@@ -197,10 +197,10 @@ def _gather_kernel(
 def gather_columns(
     mine: torch.Tensor, barrier: PeerBarrier, sampling_params: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Wait for all ranks, also if S is 0. Return the columns of all ranks next to each other: [S, ranks * n].
+    """Wait for all ranks, even if S is 0. Return the concatenated columns of all ranks: [S, ranks * n].
 
-    `mine` [S, n] lies at the barrier's data offset. If `sampling_params` [S, WIDTH] int32 (sampling_columns.py) is
-    given, rows without filters lack the other ranks' columns.
+    `mine` [S, n] lies at the barrier's data offset. If `sampling_params` [S, WIDTH] int32 (see sampling_columns.py) is
+    given, the other ranks' columns are missing in rows without filters such as top-p.
     """
     (num_rows, n), size = mine.shape, len(barrier.addresses)
     out = torch.empty((num_rows, size * n), dtype=mine.dtype, device=mine.device)

@@ -1,13 +1,13 @@
-"""Attention in which no bit of a result depends on the batch, on chunks, or on how keys are split over programs.
+"""Attention in which no bit of a result depends on the batch, on chunks, or on how programs divide the keys.
 
 Prefill (invariant_prefill.py) and decode (invariant_decode.py) use the arithmetic of this file. A segment is a range of
 tiles of keys. Tiles and segments begin at fixed positions. The tiles of a segment are added in order, and at the end,
 the segments of a query are added in order. So the result is the same whether one program or several programs
 (flash-decoding) compute the segments of a query.
 
-This kind of attention requires that a matmul computes the same result in tiles with any number of rows, transposed or
-not. Hopper's instructions for 64 rows (wgmma) have this property, and tests/test_invariant_kernels.py checks it. The
-instruction `mma.sync` was observed to round differently.
+This method requires that a matmul has the same result in tiles with any number of rows, transposed or not. Hopper's
+instructions for 64 rows (wgmma) meet this requirement, which tests/test_invariant_kernels.py checks. With the older
+instruction `mma.sync`, different roundings were observed.
 """
 
 import torch
@@ -24,18 +24,21 @@ SEGMENT = tl.constexpr(512)
 
 @triton.jit
 def fma(x, factor, y):
-    """Return x * factor + y, always rounded once; with plain operators, the compiler decides whether to fuse them."""
+    """Return x * factor + y, always rounded once.
+
+    With plain operators, the compiler would decide how often to round.
+    """
     return tl.fma(x, tl.broadcast_to(factor, x.shape), tl.broadcast_to(y, x.shape))
 
 
 @triton.jit
 def add_tile(sums, scores, v, scale, pairs, visible, stored_dtype: tl.constexpr, KEYS: tl.constexpr, CAP: tl.constexpr):
-    """Add a tile of keys to `sums`: (weighted values, weights, largest score so far).
+    """Add a tile of keys to `sums`, which is (weighted values, weights, largest score so far).
 
-    KEYS is the dimension of keys in `scores`: 1, or 0 if everything is transposed. `visible` is `None` if all keys are
-    visible; hidden keys must have values of zero. In FP8, `pairs` contains the scales of keys and values. A matmul with
-    ones adds the weights, so the order of additions does not depend on which threads hold the weights. CAP is the soft
-    cap of the scores, or 0.
+    KEYS is the dimension of `scores` that indexes keys: 1, or 0 if everything is transposed. `visible` is `None` if all
+    keys are visible; hidden keys must have values of zero. In FP8, `pairs` contains the scales of keys and values. A
+    matmul with ones adds the weights, so the order of additions does not depend on which threads hold the weights. CAP
+    is the soft cap of the scores, or 0.
     """
     acc, total, largest = sums
     # weights are divided by the scales of values, and may exceed the range of float16 if the scales are small
@@ -77,7 +80,7 @@ def add_tile(sums, scores, v, scale, pairs, visible, stored_dtype: tl.constexpr,
 
 @triton.jit
 def segment_of(sums, KEYS: tl.constexpr):
-    """Finish the sums of a segment: keep one copy of each query's sum of weights."""
+    """Return the sums of a finished segment, with only one copy of each query's sum of weights."""
     acc, total, largest = sums
     return acc, tl.max(total, KEYS, keep_dims=True), largest
 
@@ -96,7 +99,7 @@ def add_segment(done, segment):
 def store_attended(out_ptr, at, done, mask, sinks_ptr, head):
     """Divide by the sums of weights, and store the result.
 
-    Before that, add the sinks of heads `head` to the sums, unless `sinks_ptr` is None.
+    Unless `sinks_ptr` is None, first add the sinks of heads `head` to the sums of weights.
     """
     if sinks_ptr is not None:
         sinks = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E

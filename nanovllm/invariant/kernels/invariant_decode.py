@@ -1,4 +1,4 @@
-"""Decode attention in which no bit of a result depends on the batch, or on how keys are split over programs."""
+"""Decode attention in which no bit of a result depends on the batch, or on how programs divide the keys."""
 
 import torch
 import triton

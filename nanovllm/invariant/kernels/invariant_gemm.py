@@ -1,9 +1,9 @@
 """Computes y = x W^T + b such that no bit of a row depends on the number of rows.
 
-Each output is a single sum over the inputs, which are added in order. The tensor core instructions for 64 rows add
-16-bit products in the same way for every tile size. Here, these 64 rows are rows of the weight, so the tile size can
-depend on the number of rows of x. With 8-bit weights, the sums are multiplied by scales after a number of inputs that
-does not depend on the tile size.
+Each output is a single sum, whose terms are added in the order of the inputs. The tensor core instructions for 64 rows
+add 16-bit products in the same way for every tile size. In this kernel, the 64 rows are rows of the weight, so a tile
+may have any number of rows of x. For every tile size, the sums over 8-bit weights are multiplied by scales after the
+same number of inputs.
 """
 
 import torch

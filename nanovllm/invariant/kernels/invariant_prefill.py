@@ -69,7 +69,7 @@ def _prefill_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute the i-th query tile in program (kv_head, i), segment by segment."""
+    """Program (kv_head, i) computes the i-th query tile, segment by segment."""
     gdc_launch_dependents(PDL)
     query_tiles_ptr, cu_seqlens_q_ptr, context_lens_ptr = query_ptrs
     HEADS: tl.constexpr = CACHE.kv_heads * GROUP

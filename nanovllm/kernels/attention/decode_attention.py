@@ -73,8 +73,8 @@ def _prefetch_tile(cache_ptrs, table_ptr, kv_head, tokens, CACHE: tl.constexpr):
 def _store_new_token(k, v, cache_ptrs, slot, kv_head, d, CACHE: tl.constexpr):
     """Store a key `k` and a value `v`, both [1, head_dim], unless `slot` is -1.
 
-    Return what is stored: the key, its scale, the value and its scale. FP8 rounds, and this step must attend to the
-    same rounded values as later steps.
+    Return what is stored: the key, its scale, the value and its scale. FP8 rounds the stored values, and attention must
+    use the same rounded values in this step as in later steps.
     """
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
     at = (slot * CACHE.kv_heads + kv_head) * CACHE.head_dim + d[None, :]
@@ -112,7 +112,7 @@ def _scores_of_tile(q, k_ptrs, pair_ptrs, inside, scale, STORED: tl.constexpr, C
 
 @triton.jit
 def _store_result(acc, m_i, l_i, row, is_row, d, split, splits, out_ptrs, HEAD_DIM: tl.constexpr):
-    """Normalize and store `acc` [GROUP_PAD, head_dim]: a partial result if there are several splits."""
+    """Normalize and store `acc` [GROUP_PAD, head_dim], which is a partial result if there are several splits."""
     out_ptr, partial_ptr, lse_ptr = out_ptrs
     acc = acc / tl.maximum(l_i, 1e-30)[:, None]
     if partial_ptr is not None:
@@ -147,8 +147,8 @@ def _decode_kernel(
 ):
     """Compute the attention of ROWS rows of a sequence over one split of its keys.
 
-    The program (kv_head, sequence, split) handles all query heads of this key-value head. Before the program waits, it
-    reads no memory that the previous kernel writes.
+    The program (kv_head, sequence, split) handles all query heads that share the key-value head. Before the program
+    waits, it reads no memory that the previous kernel writes.
     """
     gdc_launch_dependents(PDL)
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
@@ -312,18 +312,18 @@ def decode_attention(
     q and the result are [B, heads, head_dim]. The result of a row without tokens is zero. The tokens are in the blocks
     `block_tables[b]`.
 
-    cache: `block_size` is a multiple of 16, and `head_dim` is a power of two, at least 16
+    cache: `block_size` is a multiple of 16, and `head_dim` is a power of two, at least 16.
     context_lens [B] and block_tables [B, W]: int32. All tensors except the block tables are contiguous.
-    splits: the maximum number of splits per sequence, at most one per tile. The default depends on `max_context_len`,
-        an upper bound on `context_lens`. The longest sequences should come first, because programs start in the order
-        of rows.
+    splits: the maximum number of splits per sequence, at most one per tile. The default number depends on
+        `max_context_len`, an upper bound on `context_lens`. The longest sequences should come first, because programs
+        start in the order of rows.
     num_seqs [1] int32: the number of rows to compute, at least 1. Later rows of the result stay unchanged.
-    out: receives the result
+    out: receives the result.
     tokens_per_row: the number of consecutive rows that belong to one sequence. These rows share a block table, and each
         row sees at least as many keys as the previous row.
-    norm_rope_inputs: the arguments `qk_norm_rope` and `slot_mapping` of `norm_rope_and_store`. With these arguments,
-        the kernel also does the work of `norm_rope_and_store`. In this case, q is qkv [B, heads + 2 kv_heads, head_dim]
-        with any stride between tokens, and the result of an empty sequence is finite but undefined.
+    norm_rope_inputs: the arguments `qk_norm_rope` and `slot_mapping` of `norm_rope_and_store`. If they are given, the
+        kernel also does the work of `norm_rope_and_store`. Then q is qkv [B, heads + 2 kv_heads, head_dim] with any
+        stride between tokens, and the result of an empty sequence is finite but undefined.
     """
     is_qkv, kv_heads = norm_rope_inputs is not NO_NORM_ROPE, cache.k.shape[2]
     out = torch.empty_like(q[:, 2 * kv_heads :] if is_qkv else q) if out is None else out

@@ -22,7 +22,7 @@ class Rows(NamedTuple):
 
 @triton.jit
 def norm_rope(x, x_swapped, cos, sin, eps, HAS_NORM: tl.constexpr):
-    """Normalize each row of x [R, D] if HAS_NORM, and rotate it. Compute in float32, and round once.
+    """Rotate each row of x [R, D]. If HAS_NORM, normalize the row first. Compute in float32, and round once.
 
     `x_swapped` is x with its halves swapped. `cos` and `sin` [1 or R, D] come from FusedRotaryEmbedding, which negates
     the first half of `sin`. With a norm, the caller has multiplied `cos` by the norm's weight, and `sin` by the weight
@@ -53,7 +53,7 @@ def load_cos_sin(cos_sin_ptr, token, d, HEAD_DIM: tl.constexpr, ROTARY: tl.const
 def _norm_rope_store_kernel(
     qkv_ptr, norm_rope_ptrs, q_ptr, cache_ptrs, qkv_stride, ROWS: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr
 ):
-    """In each program, process PER_PROGRAM heads of one token.
+    """Each program processes PER_PROGRAM heads of one token.
 
     A token's query heads come first in qkv, then key heads, then value heads. All heads run the same instructions, with
     the masks `is_q`, `is_k` and `is_v`.
@@ -98,14 +98,13 @@ def _norm_rope_store_kernel(
 def norm_rope_and_store(qkv: torch.Tensor, qk_norm_rope, slot_mapping: torch.Tensor, cache) -> torch.Tensor:
     """Normalize and rotate queries and keys of qkv, and store keys and values in the cache.
 
-    Return the queries: [T, heads, head_dim]. qkv is [T, heads + 2 kv_heads, head_dim], with any stride between tokens.
+    Return the queries [T, heads, head_dim]. `qkv` is [T, heads + 2 kv_heads, head_dim], with any stride between tokens.
     `head_dim` is a power of two.
 
     qk_norm_rope: (q weight, k weight, eps, cos_sin). The weights are [head_dim], or `None` if there is no norm.
         `cos_sin` [T, 2, N] float32 comes from FusedRotaryEmbedding, and defines the rotation of the first N elements of
         each head.
-    slot_mapping [T]: each token's index into the cache, whose first two dimensions are flattened, or -1 to store
-        nothing
+    slot_mapping [T]: each token's index into the cache with flattened first two dimensions, or -1 to store nothing
     """
     num_tokens, num_rows, head_dim = qkv.shape
     layout = CacheLayout(*cache.k.shape[1:])

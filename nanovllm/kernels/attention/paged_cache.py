@@ -61,7 +61,9 @@ def tanh_of_scores(scores, scale, CAP: tl.constexpr):
 
 @triton.jit
 def add_sinks(acc, m_i, l_i, sinks):
-    """Add sinks [R] to the sums of weights `l_i` [R]. Return `acc` [R, D], `m_i` [R] and `l_i`, all for the new maxima.
+    """Add sinks [R] to the sums of weights `l_i` [R].
+
+    Return `acc` [R, D], `m_i` [R] and `l_i`, rescaled to the new maxima.
 
     `acc` is the sum of weighted values, and `m_i` is the largest score. `sinks` and `m_i` include log2(e).
     """
@@ -72,7 +74,7 @@ def add_sinks(acc, m_i, l_i, sinks):
 
 @triton.jit
 def prefetch_rows(starts, SIZE: tl.constexpr):
-    """Prefetch SIZE elements from each pointer in `starts` into the L2 cache, without waiting for them."""
+    """Start to prefetch SIZE elements from each pointer in `starts` into the L2 cache."""
     LINE: tl.constexpr = 1024 // starts.dtype.element_ty.primitive_bitwidth  # elements in 128 bytes
     lines = starts[:, None] + tl.arange(0, (SIZE + LINE - 1) // LINE)[None, :] * LINE
     asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"

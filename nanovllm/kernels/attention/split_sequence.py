@@ -22,7 +22,7 @@ def choose_num_splits(
     """Return the maximum number of splits per sequence, each with at least `tile` keys.
 
     With one sequence, each multiprocessor gets one program. With several sequences, each multiprocessor gets `programs`
-    programs, because the lengths of sequences differ.
+    programs, to balance sequences of different lengths.
     """
     programs, most = (1, MAX_SPLITS_OF_ONE) if batch_size == 1 else (programs, MAX_SPLITS)
     wanted = programs * num_sms(device) // max(1, batch_size * kv_heads)
@@ -33,8 +33,8 @@ def choose_num_splits(
 def split_sequence(context_lens_ptr, seq, splits, IS_QKV: tl.constexpr, ROWS: tl.constexpr, CACHE: tl.constexpr):
     """Return a sequence's first visible key, number of cached keys, keys per split, and number of used splits.
 
-    The first split begins at the tile of the first visible key, and is always used: its program adds the new token of
-    qkv, or writes zeros for an empty sequence.
+    The first split begins at the tile of the first visible key. This split is always used, because its program adds the
+    new token of qkv, or writes zeros for an empty sequence.
     """
     length = tl.load(context_lens_ptr + seq * ROWS + ROWS - 1)  # the last row sees the most keys
     num_cached = length - (1 if IS_QKV else 0)
@@ -57,7 +57,7 @@ class SplitRows(NamedTuple):
 @dependent_kernel(early=("seq_ptrs",))
 @triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(part_ptrs, seq_ptrs, out_ptr, splits, ROWS: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr):
-    """In each program, combine the splits of one query head.
+    """Each program combines the splits of one query head.
 
     A separate kernel was faster than combining in the program that finishes last.
     """
@@ -84,7 +84,7 @@ def _combine_kernel(part_ptrs, seq_ptrs, out_ptr, splits, ROWS: tl.constexpr, CA
 def combine_splits(
     parts: tuple, seqs: tuple, out: torch.Tensor, layout: CacheLayout, is_qkv: bool, tokens_per_row: int = 1
 ) -> None:
-    """Store the results of all splits, weighted by their log-sum-exps, in `out` [B, heads, head_dim].
+    """Add the results of all splits, weighted by their log-sum-exps, and store the sums in `out` [B, heads, head_dim].
 
     `parts` is (results [B, heads, splits, head_dim], log-sum-exps [B, heads, splits]), both float32, and `seqs` is
     (num_seqs, context_lens). All arguments must be the same as for the kernel that wrote `parts`, because the arguments

@@ -1,11 +1,10 @@
-"""Prefill attention for Hopper (FlashAttention-3, arXiv:2407.08608).
+"""Prefill attention for Hopper (FlashAttention-3, arXiv:2407.08608), written in Gluon.
 
-The kernel is written in Gluon. One warp loads tiles, and two warpgroups compute attention. A query tile has 128 rows
-(64 for each warpgroup), and each row is one query head of one token. A tile covers a *pack*: some of the query heads
-that share a key-value head. The size of a pack is the largest power of two that divides the number of query heads per
-key-value head.
+One warp loads tiles, and two warpgroups compute attention. A query tile has 128 rows (64 for each warpgroup), and each
+row is one query head of one token. A tile covers a *pack*: some of the query heads that share a key-value head. The
+size of a pack is the largest power of two that divides the number of query heads per key-value head.
 
-The warpgroups alternate. While one warpgroup computes softmax, the tensor cores run matmuls of the other warpgroup, or
+The warpgroups alternate. While one warpgroup computes a softmax, the tensor cores multiply for the other warpgroup, or
 multiply the first warpgroup's previous softmax weights by values.
 """
 
@@ -51,7 +50,9 @@ def _lanes():
 
 @gluon.jit
 def _load(ring, buffer, use, tiles, at):
-    """Wait until `buffer` is free, then start to load a tile into it. `use` is the number of earlier loads into it.
+    """Wait until `buffer` is free, then start to load a tile into it.
+
+    `use` is the number of earlier loads into `buffer`.
 
     A buffer has two barriers: `full` completes when a tile is loaded, and `empty` when the tile is no longer needed.
     """
@@ -71,8 +72,9 @@ def _first_tile(position, SHAPE: gl.constexpr):
 def _work(n, plan, SHAPE: gl.constexpr):
     """Return the n-th query tile of this program.
 
-    The first field is the end of the key tiles, or 0 after the last query tile. Query tiles are sorted by descending
-    number of keys. The tiles are dealt to the programs in alternating order: first program to last, then last to first.
+    The first field of the result is the end of the key tiles, or 0 after the last query tile. Query tiles are sorted by
+    descending number of keys. The tiles are dealt to the programs in alternating order: first program to last, then
+    last to first.
     """
     plan_ptrs, num_tiles, _ = plan
     tiles_ptr, starts_ptr, lengths_ptr, _ = plan_ptrs
@@ -190,7 +192,7 @@ def _attend_tiles(sums, begin, end, args, W: gl.constexpr, MASKED: gl.constexpr,
 def _forget_stale(v, key, length, SHAPE: gl.constexpr):
     """Zero the values from position `length` on, because 0 times a stale NaN is NaN.
 
-    Both warpgroups may zero values at the same time.
+    Both warpgroups may zero the same values.
     """
     ROWS: gl.constexpr = _rows(SHAPE.head_dim)
     for part in gl.static_range(SHAPE.tile // 32):

@@ -1,7 +1,8 @@
 """A GEMM and its epilogue in one kernel for Hopper, written in Gluon.
 
-The operands have 16 bits or are in FP8. In FP8, rows are quantized, and each 128 x 128 block of the weight has a scale.
-One warp loads, and two warpgroups multiply. A tile has 128 rows (64 for each warpgroup) and two blocks of 128 outputs.
+The operands have 16 bits, or are `QuantizedRows` and an FP8 weight with a scale for each 128 x 128 block. One warp
+loads tiles, and two warpgroups multiply them. A tile has 128 rows (64 for each warpgroup) and two blocks of 128
+outputs.
 
 The epilogue is a function in another file. The epilogue gets the accumulators of a warpgroup: one tensor [64, 256] for
 16-bit operands, or four quarters [64, 64] for FP8.
@@ -252,7 +253,7 @@ def _product_kernel(
 def product(x: torch.Tensor | QuantizedRows, weight, scales: torch.Tensor | None, epilogue, out_ptrs, y=None) -> None:
     """Compute x W^T for x [T, K] and weight [N, K], and pass the accumulators and `out_ptrs` to the epilogue.
 
-    Without `scales`, x and the weight have 16 bits, otherwise FP8. N is a multiple of 256. Without `y`, a tile has two
+    With `scales`, x and the weight are FP8, otherwise 16-bit. N is a multiple of 256. Without `y`, a tile has two
     adjacent blocks of outputs. With `y`, a tile has one block from each half of the outputs, and the epilogue stores
     tiles of `y`.
     """

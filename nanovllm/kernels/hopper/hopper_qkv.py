@@ -72,8 +72,8 @@ def _store_heads(sums, out_ptrs, row, n, num_rows, W: gl.constexpr):
 def store_product(factors, qk_norm_rope, slot_mapping: torch.Tensor, cache) -> torch.Tensor:
     """Compute x W^T, then `norm_rope_and_store`.
 
-    `factors` is (x, weight, scales). In 16 bits, `scales` is `None`. `head_dim` is 128. The numbers of query heads and
-    of key-value heads are even.
+    `factors` is (x, weight, scales). For 16-bit operands, `scales` is `None`. `head_dim` is 128. The numbers of query
+    heads and of key-value heads are even.
     """
     x, weight, scales = factors
     kv_heads = cache.k.shape[2]

@@ -1,8 +1,8 @@
 """Shared code of the Gluon kernels: a warp loads tiles into a ring of buffers for the warpgroups.
 
-A buffer has two barriers: `full` completes when all data has arrived, and `empty` when all readers have finished. In
-the i-th use of a buffer, readers wait for parity `i & 1` of `full`. Before the loading warp fills the buffer, it waits
-for parity `(i & 1) ^ 1` of `empty`.
+A buffer has two barriers. The barrier `full` completes when all data has arrived, and `empty` completes when all
+readers have finished. In the i-th use of a buffer, readers wait for parity `i & 1` of `full`. Before the loading warp
+fills the buffer, it waits for parity `(i & 1) ^ 1` of `empty`.
 """
 
 import torch

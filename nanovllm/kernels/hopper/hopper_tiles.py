@@ -19,7 +19,7 @@ MAX_ROW_BYTES = 5120
 
 
 class HopperTile(NamedTuple):
-    """The size of a tile of the result, and how a program computes it."""
+    """The size of an output tile, and how a program computes the tile."""
 
     rows: int
     outputs: int
@@ -57,7 +57,7 @@ def choose_tile(num_rows: int, n: int, k: int, max_split_k: int, sms: int) -> Ho
 def hopper_tile(num_rows: int, values: torch.Tensor, scales: torch.Tensor, max_split_k: int) -> HopperTile | None:
     """Return the tile for `quantized_linear`, or `None` if another kernel should run.
 
-    The tile contains the best `split_k` up to `max_split_k`.
+    The tile's `split_k` is the best value up to `max_split_k`.
     """
     if not has_hopper_kernels() or block_shape(values, scales) != BLOCK:
         return None
@@ -67,7 +67,7 @@ def hopper_tile(num_rows: int, values: torch.Tensor, scales: torch.Tensor, max_s
 def quantized_linear(
     x: QuantizedRows, values: torch.Tensor, scales: torch.Tensor, split_k: int, out: torch.Tensor | None
 ) -> torch.Tensor:
-    """Compute `split_k_gemm` for quantized rows x [T, K] and weight values [N, K]: [split_k, T, N].
+    """Compute `split_k_gemm` [split_k, T, N] for quantized rows x [T, K] and weight values [N, K].
 
     Return `NotImplemented` if this kernel is not the fastest or does not support the operands.
     """
@@ -88,7 +88,7 @@ MAX_PACKED_ROWS = 512  # with more rows, converting the weights for a GEMM of th
 def packed_tile(x: torch.Tensor, weight, max_split_k: int) -> HopperTile | None:
     """Return the tile for x [M, K] times a Packed weight, or `None` if another kernel should run.
 
-    The tile contains the best `split_k` up to `max_split_k`.
+    The tile's `split_k` is the best value up to `max_split_k`.
     """
     if not suits_packed_kernels(x, weight):
         return None
@@ -97,7 +97,7 @@ def packed_tile(x: torch.Tensor, weight, max_split_k: int) -> HopperTile | None:
 
 
 def suits_packed_kernels(x: torch.Tensor, weight) -> bool:
-    """Return whether kernels for Hopper multiply the 16-bit x by a Packed weight or a stack of Packed weights."""
+    """Return whether Hopper kernels can multiply x by a Packed weight, or by a stack of Packed weights."""
     if not has_hopper_kernels() or x.dtype == torch.float32 or weight.k % 8 or weight.group_ids is not None:
         return False
     # float16 can't represent all scales that are powers of two
@@ -105,7 +105,7 @@ def suits_packed_kernels(x: torch.Tensor, weight) -> bool:
 
 
 def packed_expert_tile(tile_m: int, num_tiles: int, n: int, sms: int) -> HopperTile:
-    """Return the tile for `num_tiles` tiles of `tile_m` rows, each times an expert's weight with `n` outputs."""
+    """Return the tile for `num_tiles` matmuls: each multiplies `tile_m` rows by an expert's weight with `n` outputs."""
     outputs = 64 if num_tiles * -(-n // 128) < 2 * sms else 128
     return _with_stages(tile_m, outputs, 1, programs=2 if tile_m <= 64 else 1)
 
@@ -126,7 +126,7 @@ def choose_packed_tile(
 
 
 def _with_stages(rows: int, outputs: int, split_k: int, programs: int) -> HopperTile:
-    """Return a tile whose kernel has as many stages as fit if `programs` share a multiprocessor."""
+    """Return a tile with as many stages as fit into a multiprocessor that runs `programs` programs at a time."""
     sum_bytes, stage_bytes = rows * 256 if outputs == 64 else 0, outputs * 64 + rows * 256
     stages = min(8, (216 * 2**10 // programs - sum_bytes) // stage_bytes)
     if outputs == 64:  # warpgroups that take every other block must not share buffers: see hopper_packed_gemm.py
@@ -135,7 +135,7 @@ def _with_stages(rows: int, outputs: int, split_k: int, programs: int) -> Hopper
 
 
 def qkv_norm_rope_store(x, layer, qk_norm_rope, slot_mapping: torch.Tensor, cache) -> torch.Tensor:
-    """Compute the qkv matmul of x, a `NormInput`, and `norm_rope_and_store` in one kernel.
+    """In one kernel, compute the qkv matmul of the `NormInput` x, then `norm_rope_and_store`.
 
     Return `NotImplemented` if there is no such kernel, if separate kernels are as fast, or if CUDA graphs may contain
     steps of this size. Graphs pad steps, but a step must use the same kernels with and without graphs. Different

@@ -6,17 +6,18 @@ contract:
 - The kernel lets the next kernel start at once (`gdc_launch_dependents`). The kernel waits (`gdc_wait`) until the
   previous kernel is complete and that kernel's writes are visible. A program without work may return without waiting,
   but at least one program must wait. So when a kernel is complete, all earlier kernels are complete too.
-- Before the kernel waits, it writes nothing. The kernel may prefetch any address, but may read only memory that no
-  running kernel can still write: weights, and the results of kernels that were launched before the last ordinary
+- Before the kernel waits, it writes nothing. Before its wait, the kernel may prefetch any address, but may read only
+  memory that no running kernel writes: weights, and the results of kernels that were launched before the last ordinary
   launch.
 
 An ordinary launch starts when all earlier kernels are complete. A dependent kernel can start while kernels after the
-last ordinary launch are running. Before it has waited, a dependent kernel might not see what the last ordinary launch
-wrote.
+last ordinary launch are running. Before its wait, a dependent kernel might not see the results of the last ordinary
+launch.
 
-The last ordinary launch before attention is the embedding or a later library kernel. So without waiting, attention may
-read what earlier launches wrote: rope lookup (`cos_sin`), slot mapping, block tables and lengths.
-`@dependent_kernel(early=...)` declares these reads, and rejects a kernel that breaks the contract (launch_contract.py).
+The last ordinary launch before attention is the embedding or a later library kernel. So before its wait, attention may
+read `cos_sin`, the slot mapping, block tables and lengths, which earlier launches have computed.
+`@dependent_kernel(early=...)` declares a kernel's reads before the wait, and rejects a kernel that breaks the contract
+(launch_contract.py).
 
 The constexpr `PDL` is `False` on GPUs older than Hopper, and with Triton 3.4, which can't compile its own `gdc`
 functions.
@@ -105,10 +106,12 @@ class _Loaders(ThreadPoolExecutor):
 
 
 def compile_only(work: Callable[[], None]) -> None:
-    """Call `work`, but compile the kernels that it launches (in parallel threads) instead of running them.
+    """Call `work`, but compile the kernels that it launches instead of running them.
+
+    Parallel threads compile the kernels, because the compiler rarely holds the GIL.
 
     The outputs of these kernels contain arbitrary values. Return when all kernels are loaded onto the device, or raise
-    the compiler's error. Threads help because the compiler rarely holds the GIL.
+    the compiler's error.
 
     With Triton 3.4, this function does nothing, and each kernel is compiled at its first launch.
     """
@@ -151,8 +154,8 @@ def launch(kernel: DependentKernel, grid: tuple[int, ...], device: torch.device,
     Usage: `launch(kernel, grid, device)(*arguments, **constants)`.
 
     `shared` is the percentage of a multiprocessor's L1 memory that becomes shared memory instead of cache. `None` lets
-    the driver choose. Kernels overlap only if they use the same percentage. Kernels for small batches need little
-    shared memory.
+    the driver choose. Kernels overlap only if they have the same percentage `shared`. Kernels for small batches need
+    little shared memory.
     """
     run = launch_ordinary(kernel.jit, grid)
     if not has_tma(device) or IS_TRITON_3_4:

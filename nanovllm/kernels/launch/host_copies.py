@@ -1,4 +1,6 @@
-"""Kernels that copy from and to pinned host memory. They need no copy engine, and fit into CUDA graphs.
+"""Kernels that copy from and to pinned host memory.
+
+These kernels need no copy engine, and CUDA graphs can contain them.
 
 Host memory is [2, capacity] int32: the host prepares one buffer while the device uses the other. `buffer_index` [1]
 int32, on the device, is the index of the device's current buffer.
@@ -36,5 +38,5 @@ def copy_from_host(out: torch.Tensor, host: torch.Tensor, buffer_index: torch.Te
 
 
 def copy_to_host(x: torch.Tensor, host: torch.Tensor, buffer_index: torch.Tensor) -> None:
-    """Write `x` [n] int32 to the device's current buffer in `host`, then switch `buffer_index`."""
+    """Write `x` [n] int32 to the device's current buffer in `host`, then switch `buffer_index` to the other buffer."""
     launch_ordinary(_copy_to_host_kernel, (1,))(x, host, buffer_index, len(x), host.shape[1], BLOCK=512)

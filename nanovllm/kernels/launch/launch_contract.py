@@ -30,7 +30,10 @@ def check_early_reads(function: Callable, early: tuple[str, ...]) -> None:
 
 
 class _Body:
-    """The body of a function. `run` adds to `reads` the pointer parameters that the body reads before the wait."""
+    """The body of a function.
+
+    `run` collects, in `reads`, the pointer parameters that the body reads before the wait.
+    """
 
     def __init__(self, function: Callable, roots_of_arguments: list[set[str]] | None = None):
         self.function = function
@@ -47,7 +50,7 @@ class _Body:
         raise AssertionError(f"{self.function.__name__}: {what} before it waits: {ast.unparse(node)}")
 
     def run(self, statements: list[ast.stmt]) -> bool:
-        """Check `statements` up to the wait. Return whether a dependent launch waits in `statements`."""
+        """Check `statements` up to the wait. Return whether `statements` contain the wait of a dependent launch."""
         for statement in statements:
             if isinstance(statement, ast.If) and ast.unparse(statement.test) in ("PDL", "not PDL"):
                 is_dependent = isinstance(statement.test, ast.Name)
@@ -118,7 +121,10 @@ class _Body:
         return roots if name in ADDRESS_FUNCTIONS else self.function_roots(node, name, roots_of)
 
     def function_roots(self, node: ast.Call, name: str, roots_of: list[set[str]]) -> set[str]:
-        """Check the body of a called function with the roots of its arguments. Return the roots of its result."""
+        """Check the body of a called function with the roots of its arguments.
+
+        Return the roots of the function's result.
+        """
         callee = getattr(self.function.__globals__.get(name), "fn", None)
         if callee is None or node.keywords:
             self.refuse(node, "passes a pointer to a function that can't be checked")

@@ -1,7 +1,7 @@
 """Quantizes the inputs of GEMMs to e4m3, in a separate kernel or in the kernel of the preceding norm or activation.
 
 A group of inputs in a row shares a scale: 128 inputs if the weights have block scales, otherwise the whole row. Without
-a tensor for scales, the same functions store unquantized results.
+a tensor for scales, the functions store unquantized results.
 """
 
 from typing import NamedTuple
@@ -55,7 +55,7 @@ def store_groups(x, out_ptrs, row, first_group, stride, GROUPS: tl.constexpr):
 @dependent_kernel()
 @triton.jit(do_not_specialize=["scale_stride"])
 def _groups_kernel(x_ptr, out_ptrs, scale_stride, GROUPS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr):
-    """In each program, store `count` groups of one row."""
+    """Each program stores `count` groups of one row."""
     gdc_launch_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     first_group = tl.program_id(1) * GROUPS.count

@@ -22,7 +22,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 def swiglu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Compute `silu_and_mul` of x W^T in one kernel. Return [T, N / 2] for x [T, K] and weight [N, K].
 
-    Results are rounded as with separate kernels. Return `NotImplemented` if no kernel supports the operands, or if the
+    Results are rounded as in separate kernels. Return `NotImplemented` if no kernel supports the operands, or if the
     tiles would leave too much of the GPU idle.
     """
     n, k = weight.shape

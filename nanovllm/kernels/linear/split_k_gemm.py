@@ -93,8 +93,8 @@ def scaled_tiles(num_rows: int, columns: int, sms: int) -> Tiles:
     """Return the tiles for 8-bit weights. `columns` is the number of outputs times the number of splits.
 
     A multiprocessor runs two programs at a time. If a multiprocessor gets only one program, that program keeps more
-    loads in flight. For 17 to 64 rows, tiles are twice as wide if more than 90% of the multiprocessors then get one
-    tile each. Wider tiles halve the reads of x.
+    loads in flight. For 17 to 64 rows, tiles are twice as wide if such tiles still occupy more than 90% of the
+    multiprocessors, with one tile each. Wider tiles halve the reads of x.
     """
     tile_m = tile_m_of(num_rows)
     tile_n = 2 * TILE_N if 16 < num_rows <= 64 and 0.9 * sms < columns / (2 * TILE_N) <= sms else TILE_N
@@ -116,8 +116,8 @@ def split_k_gemm(
     """Return summands [split_k, M, N] of x W^T in `out`, for x [M, K] and weight W [N, K].
 
     The weight may be 8-bit values and scales [N / block rows, K / block columns], with blocks of at least 32 columns.
-    With 8-bit weights, x may be quantized to e4m3 on GPUs with FP8 units. Otherwise, the values are converted to the
-    dtype of x. All tensors are contiguous, and the size of a row is a multiple of 16 bytes.
+    With 8-bit weights, x may be quantized to e4m3 on GPUs with FP8 units. If x is not quantized, the kernel converts
+    8-bit weights to the dtype of x. All tensors are contiguous, and the size of a row is a multiple of 16 bytes.
     """
     is_scaled = isinstance(weight, tuple)
     if not is_scaled and split_k > 1 and _is_for_hopper(x, weight):

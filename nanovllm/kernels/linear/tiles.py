@@ -27,7 +27,7 @@ class Tiles(NamedTuple):
 class Shape(NamedTuple):
     """The number of inputs of a matmul, and how many of them share a scale, as a compile-time constant.
 
-    Without scales, the fields have the same values as with one scale per row, so kernels are not compiled for each N.
+    Without scales, a block is one row of the weight, so that kernels are not compiled for each number of outputs.
     """
 
     k: int
@@ -64,7 +64,7 @@ def values_and_scales(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None
 
 
 def operands_of(x: torch.Tensor | QuantizedRows, weight: Weight) -> tuple[torch.Tensor, torch.Tensor, Scales, Shape]:
-    """Return the arguments with which activations x and a weight [.., N, K] are passed to a kernel.
+    """Return the arguments that pass activations x and a weight [.., N, K] to a kernel.
 
     The arguments are the elements of x, the elements of the weight, all scales, and the shape.
     """
@@ -140,7 +140,7 @@ def dot_values(w, x):
 
 @triton.jit
 def scales_of_rows(scale_ptr, first_n, N, STRIDE: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
-    """Load the scales of ROWS rows of a weight: [1, 1] if all share a scale, otherwise [ROWS, 1]."""
+    """Load the scales [ROWS, 1] of ROWS rows of a weight, or [1, 1] if all rows share a scale."""
     SIZE: tl.constexpr = 1 if BLOCK_N % ROWS == 0 else ROWS
     row = first_n + tl.arange(0, SIZE)
     return tl.load(scale_ptr + row // BLOCK_N * STRIDE, row < N, 0.0)[:, None]
@@ -148,7 +148,7 @@ def scales_of_rows(scale_ptr, first_n, N, STRIDE: tl.constexpr, BLOCK_N: tl.cons
 
 @triton.jit
 def scales_of_x(x_scale_ptr, begin, row, is_row, stride, GROUP: tl.constexpr):
-    """Load the scales [1, TILE_M] of rows of x for GROUP inputs from `begin` on, or ones."""
+    """Load the scales [1, TILE_M] of rows of x for GROUP inputs from `begin` on. Without scales, return ones."""
     if x_scale_ptr is None:
         scales = tl.full([row.shape[0]], 1.0, tl.float32)
     else:
@@ -158,9 +158,9 @@ def scales_of_x(x_scale_ptr, begin, row, is_row, stride, GROUP: tl.constexpr):
 
 @triton.jit
 def times_scales(y, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES: tl.constexpr, WHOLE: tl.constexpr):
-    """If the weight has scales, multiply y [tile_n, M] by the scales of the rows of the weight and of x.
+    """If the weight has scales, multiply y [tile_n, M] by the scales of the weight's rows and of x's rows.
 
-    With WHOLE, the scales apply to whole rows, otherwise to the group of inputs at `begin`.
+    With WHOLE, apply only scales of whole rows; otherwise, apply only scales of the group of inputs at `begin`.
 
     `x_scales` is (pointer, rows, mask of existing rows, stride between groups). `w_scales` is (pointer, first row, end
     row).
@@ -178,7 +178,7 @@ def times_scales(y, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES: tl.co
 
 @triton.jit
 def add_product(acc, w, x, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES: tl.constexpr):
-    """Return acc [tile_n, M] + w [tile_n, C] x [C, M]. `times_scales` applies the scales, if there are any.
+    """Return acc [tile_n, M] + w [tile_n, C] x [C, M]. If there are scales, `times_scales` applies them to w x.
 
     `begin` is the index of the first of the C inputs.
     """
@@ -191,7 +191,7 @@ def add_product(acc, w, x, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES
 
 @triton.jit
 def columns_of_parts(TILE_K: tl.constexpr, BLOCK_K: tl.constexpr, MAX_LANE: tl.constexpr):
-    """Divide the columns of a tile for a matrix-vector multiplication: [parts, LANE].
+    """Divide the columns of a tile into [parts, LANE] for a matrix-vector multiplication.
 
     A part lies within one block, so LANE is the smaller of MAX_LANE and the width of a block. Each thread holds the
     same parts of the weights and of x, so threads exchange few values.

@@ -1,8 +1,8 @@
 """Computes the cutoffs of top-k, top-p and min-p without sorting (definition: layers/sampler.py).
 
-The vocabulary is divided into tiles, whose maxima show which few tiles contain entries above a bound. A search finds
-the smallest logit that is kept. Each iteration divides the remaining interval into four parts. If not all tokens with
-the smallest logit are kept, one more pass finds the last kept token.
+The vocabulary is divided into tiles. The maxima of all tiles show which few tiles contain entries above a bound. A
+search finds the smallest logit that is kept. Each iteration divides the remaining interval into four parts. If not all
+tokens with the smallest logit are kept, one more pass finds the last kept token.
 """
 
 from typing import NamedTuple
@@ -44,7 +44,10 @@ def _list_tiles(row, bound):
 
 @triton.jit
 def _load_tiles(row, entry, num_listed):
-    """Load the listed tiles `entry` [GROUP]. Return ids and logits [GROUP, TILE], padded with -inf."""
+    """Load the tiles at positions `entry` [GROUP] of the list.
+
+    Return ids and logits [GROUP, TILE], padded with -inf.
+    """
     tile = tl.load(row.tiles_ptr + entry, entry < num_listed, row.vocab_size)
     ids = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
     return ids, tl.load(row.logits_ptr + ids, ids < row.vocab_size, float("-inf")).to(tl.float32)
@@ -100,9 +103,9 @@ def _probe(quarters, iteration, low, high, row, LOW: tl.constexpr):
 
 @triton.jit
 def _search(row, lower_bound, target, BY_MASS: tl.constexpr, LOW: tl.constexpr):
-    """Find the smallest number >= `lower_bound` for which the amount above the number is less than `target`.
+    """Find the smallest number >= `lower_bound` such that the entries above the number amount to less than `target`.
 
-    Return the number and the amount: a count of entries or, with BY_MASS, the sum of the entries' weights (see
+    Return the number and this amount: a count of entries or, with BY_MASS, the sum of the entries' weights (see
     `_sum_above`).
     """
     low, high = _key(lower_bound, LOW), _key(row.max, LOW)

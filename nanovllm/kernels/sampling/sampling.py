@@ -29,7 +29,7 @@ class Splits(NamedTuple):
 def _log(x, HARDWARE: tl.constexpr):
     """Return the natural logarithm.
 
-    With HARDWARE, use the log2 instruction: its error is 2^-22, and it saves a dozen instructions.
+    With HARDWARE, use the log2 instruction, which has an error of 2^-22 and saves a dozen instructions.
     """
     if HARDWARE:
         asm: tl.constexpr = "lg2.approx.ftz.f32 $0, $1;"

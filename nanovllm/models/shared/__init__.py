@@ -1,1 +1,1 @@
-"""What several families share: base classes, draft heads, and the search for a family."""
+"""Code that several families share: base classes, draft heads, and the search for a family."""

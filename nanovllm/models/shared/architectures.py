@@ -8,7 +8,7 @@ from nanovllm.models import MODELS, model_class
 def find_by_architecture(raw: dict, file: Path) -> str:
     """Return the key in MODELS for the text model or the `architectures` of a config.json.
 
-    Raises ValueError if there is none.
+    Raises ValueError if MODELS has no such key.
     """
     model_type, architectures = raw.get("model_type"), raw.get("architectures") or ()
     text = raw.get("text_config")

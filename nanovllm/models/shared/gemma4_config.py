@@ -1,4 +1,4 @@
-"""Reads what differs between layers of Gemma 4 from config.json."""
+"""Reads from config.json how the layers of Gemma 4 differ."""
 
 from math import ceil
 from pathlib import Path
@@ -68,7 +68,7 @@ def _read_sources(raw: dict, sizes: tuple[int | None, ...], file: Path) -> tuple
 
 
 def max_table_views(raw: dict, details: Windows) -> int:
-    """Return ModelConfig's field of this name. Several ranks need at most as many views as one rank."""
+    """Return `ModelConfig.max_table_views`. With several ranks, no rank needs more views than a single rank would."""
     own = [size for i, size in enumerate(details.sizes) if details.more.sources[i] == i]
     num_full, more = own.count(None), details.more
     ratio = raw["head_dim"] * raw["num_key_value_heads"] / (more.head_dim * more.num_key_value_heads)
@@ -76,7 +76,7 @@ def max_table_views(raw: dict, details: Windows) -> int:
 
 
 def read_moe(raw: dict, file: Path) -> MoEConfig | None:
-    """Return the experts next to each MLP, or None if there are none."""
+    """Return the configuration of the experts next to each MLP, or None if the model has no experts."""
     if not check_bool(f"{file}: enable_moe_block", raw.get("enable_moe_block", False)):
         return None
     if raw[HIDDEN_SIZE]:

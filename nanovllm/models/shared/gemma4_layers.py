@@ -49,7 +49,7 @@ class Gemma4DecoderLayer(Gemma3DecoderLayer):
 
 
 class Gemma4Router(nn.Module):
-    """Normalizes hidden states, and chooses experts. The weight of an expert is multiplied by the expert's factor."""
+    """Normalizes hidden states, and chooses experts. An expert's weight is multiplied by its `per_expert_scale`."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -66,7 +66,7 @@ class Gemma4Router(nn.Module):
 
 
 class Gemma4ExpertsLayer(Gemma4DecoderLayer):
-    """Adds the outputs of an MLP and of experts. Both read hidden states after attention, with separate norms."""
+    """Adds the outputs of an MLP and of experts. MLP and experts read the same hidden states through separate norms."""
 
     def __init__(self, config: ModelConfig, self_attn: nn.Module, mlp: nn.Module):
         super().__init__(config, self_attn, mlp)
@@ -85,7 +85,7 @@ class Gemma4ExpertsLayer(Gemma4DecoderLayer):
 
 
 class Gemma4PerLayer(Gemma4DecoderLayer):
-    """Multiplies the token's embedding for this layer by a gate, and adds a projection of the result."""
+    """Multiplies the token's embedding for this layer by a gate, and adds a projection of the gated embedding."""
 
     def __init__(self, config: ModelConfig, self_attn: nn.Module, mlp: nn.Module):
         super().__init__(config, self_attn, mlp)

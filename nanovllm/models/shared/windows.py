@@ -1,4 +1,4 @@
-"""Families in which some layers attend to a window. These layers have a separate rotary embedding."""
+"""Families in which some layers attend to a window. Layers with a window have a separate rotary embedding."""
 
 from math import ceil
 from pathlib import Path

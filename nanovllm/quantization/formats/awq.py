@@ -33,5 +33,5 @@ def read_config(raw: dict, file: Path) -> QuantConfig:
 
 
 def codes_of_outputs(packed: torch.Tensor) -> torch.Tensor:
-    """Unpack [K, N / 8] to [N, K]."""
+    """Unpack words [K, N / 8] to codes [N, K]."""
     return nibbles(packed).unflatten(1, (-1, 2, 4)).transpose(2, 3).flatten(1).t()

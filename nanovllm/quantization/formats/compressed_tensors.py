@@ -1,6 +1,7 @@
 """Reads the format compressed-tensors.
 
-Weights are in FP8, with a scale per output, per block or per weight matrix, or have 4 bits: integers, MXFP4 or NVFP4.
+Weights have 8 bits or 4 bits. FP8 weights have a scale per output, per block or per matrix. 4-bit weights are integers,
+MXFP4 or NVFP4.
 """
 
 from collections.abc import Callable
@@ -81,7 +82,7 @@ def _read_fp4(group_size: int, *tensors: tuple[str, str, Callable], scale_dtype:
 
 
 def zeros(packed: torch.Tensor) -> torch.Tensor:
-    """Unpack [N / 8, groups] to [N, groups]."""
+    """Unpack words [N / 8, groups] to zero points [N, groups]."""
     return nibbles(packed.t()).t()
 
 

@@ -19,7 +19,10 @@ def e4m3_scheme(rows: int | None, columns: int | None, scale_name: str | None = 
 
 
 def config_on_load() -> QuantConfig:
-    """Use one scale per output. These scales apply to the matmul's result, and do not depend on the number of ranks."""
+    """Use one scale per output.
+
+    Scales per output apply to the matmul's result, and do not depend on the number of ranks.
+    """
     return QuantConfig("fp8", (((ALL,), e4m3_scheme(1, None)),))
 
 

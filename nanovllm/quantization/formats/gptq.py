@@ -39,12 +39,12 @@ def read_config(raw: dict, file: Path) -> QuantConfig:
 
 
 def codes_of_inputs(packed: torch.Tensor) -> torch.Tensor:
-    """Unpack [K / 8, N] to [N, K]."""
+    """Unpack words [K / 8, N] to codes [N, K]."""
     return nibbles(packed.t())
 
 
 def zeros(packed: torch.Tensor) -> torch.Tensor:
-    """Unpack [groups, N / 8] to [N, groups]."""
+    """Unpack words [groups, N / 8] to zero points [N, groups]."""
     return nibbles(packed).t()
 
 

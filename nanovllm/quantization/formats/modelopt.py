@@ -1,7 +1,7 @@
 """Reads the NVFP4 and FP8 of NVIDIA Model Optimizer.
 
 NVFP4 has e2m1 values, an e4m3 scale for each group of 16 inputs, and a global scale. Activations stay in the model's
-dtype. FP8 has a scale for each weight.
+dtype. FP8 has a scale for each weight matrix.
 """
 
 import fnmatch
@@ -20,7 +20,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 def read_file(file: Path) -> QuantConfig | None:
-    """Read a file `hf_quant_config.json`. Return None if it quantizes no weights."""
+    """Read a file `hf_quant_config.json`. Return None if the file has no `quant_algo`."""
     raw = read_json(file).get("quantization")
     if not isinstance(raw, dict):
         raise TypeError(f"{file}: quantization={raw!r:.80}: must be an object")
@@ -32,7 +32,7 @@ def read_config(raw: dict, file: Path) -> QuantConfig:
 
 
 def _read(raw: dict, where: str) -> QuantConfig:
-    """Read the entries of an object. Errors begin with `where`."""
+    """Read the description of a quantization. Errors begin with `where`."""
     check_choice(f"{where}: quant_algo", algorithm := raw.get("quant_algo"), ("NVFP4", "FP8"))
     names = raw.get("ignore") or raw.get("exclude_modules") or ()  # with wildcards as in file names
     ignore = tuple(f"re:{fnmatch.translate(name)}" if "*" in name else name for name in names)

@@ -24,7 +24,7 @@ def read_config(raw: dict, file: Path) -> QuantConfig:
 
 
 def codes_of_blocks(blocks: torch.Tensor) -> torch.Tensor:
-    """Unpack [N, K / 32, 16] to [N, K]."""
+    """Unpack blocks [N, K / 32, 16] to codes [N, K]."""
     return nibbles(blocks).flatten(1)
 
 

@@ -1,12 +1,12 @@
 """Computes y = x W^T with 4-bit W on Hopper for up to 512 rows, written in Gluon.
 
-packed.py defines the layout of W. A block has 128 inputs. One warp loads blocks, and two warpgroups multiply 64 rows of
-W by all tokens of a tile. The two warpgroups have either different rows, or the same rows and alternate blocks. The
-second way uses more programs, so that few tokens keep all multiprocessors busy.
+packed.py defines the layout of W. A block has 128 inputs. One warp loads blocks, and each of two warpgroups multiplies
+64 rows of W by all tokens of a tile. The two warpgroups have either different rows, or the same rows and alternate
+blocks. With the same rows, more programs run, so that few tokens keep all multiprocessors busy.
 
-A warpgroup converts the weights in registers, because the first operand of its matmuls is in registers. It converts the
-second half of a block while the tensor cores multiply the first half. Each thread converts the codes that it has
-loaded.
+A warpgroup converts the weights in registers, because the first operand of its matmuls is in registers. A warpgroup
+converts the second half of a block while the tensor cores multiply the first half. Each thread converts the codes that
+it has loaded.
 """
 
 from typing import NamedTuple
@@ -95,7 +95,8 @@ def load_blocks(tiles, rings, at, steps, PLAN: gl.constexpr):
 def _factors(w_ptrs, n, block, dtype: gl.constexpr, PLAN: gl.constexpr):
     """Load the scales of a block's groups for rows n of W, and the numbers that the conversion adds to the codes.
 
-    Groups that the last block lacks get scales of 0. After the last block, return the result of the last block.
+    If the last block has fewer groups, the missing groups get scales of 0. For a `block` after the last, return the
+    factors of the last block.
     """
     GROUPS: gl.constexpr = PLAN.groups
     LAST: gl.constexpr = (PLAN.weight.groups - 1) // GROUPS * GROUPS
@@ -141,7 +142,7 @@ def _weights(words, factors, HALF: gl.constexpr, dtype: gl.constexpr, PLAN: gl.c
 
 @gluon.jit
 def multiply_blocks(rings, sharing, w_ptrs, row, end_row, blocks, G: gl.constexpr, PLAN: gl.constexpr):
-    """Return the sums [64, tokens] of a warpgroup. Of warpgroups with the same rows, only the first has valid sums.
+    """Return the sums [64, tokens] of a warpgroup. If warpgroups have the same rows, only the first has valid sums.
 
     `row` and `end_row` are the program's first row of W, and the end of the rows that may be read.
 

@@ -1,9 +1,9 @@
 """Computes y = x W^T in FP8 on Hopper for 17 to 256 rows, written in Gluon.
 
-x has a scale for each row and group of 128 inputs, and W has a scale for each 128 x 128 block. One warpgroup loads, and
-one or two warpgroups multiply. The sum over 128 inputs is scaled, and then added to float32 accumulators, as in
-hopper_product.py. The loading warpgroup also multiplies the scales of x by the scales of W, because the 256 x 192
-accumulators of the largest tiles take nearly all registers of the other warpgroups.
+x has a scale for each row and group of 128 inputs, and W has a scale for each 128 x 128 block. One warpgroup loads
+tiles, and one or two warpgroups multiply them. The sum over 128 inputs is scaled, and then added to float32
+accumulators, as in hopper_product.py. The loading warpgroup also multiplies the scales of x by the scales of W. The
+other warpgroups have no free registers, because the largest tiles have 256 x 192 accumulators.
 """
 
 from typing import NamedTuple

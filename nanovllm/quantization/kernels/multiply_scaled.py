@@ -46,7 +46,7 @@ def best_scaled_split_k(values, scales, num_rows, max_split_k, max_rows=None):
 
 
 def swiglu_quantize(x: QuantizedRows, values, scales) -> QuantizedRows:
-    """Compute `silu_and_mul_quantize` of x W^T in groups of SWIGLU_GROUP. For x [M, K], return [M, N / 2].
+    """Compute `silu_and_mul_quantize` [M, N / 2] of x W^T for x [M, K], with one scale per SWIGLU_GROUP results.
 
     The outputs of the gate and up projections are not rounded before SwiGLU. Return NotImplemented if no kernel
     supports the arguments, or if there are too few rows to fill the GPU.

@@ -1,7 +1,7 @@
 """Computes y = x W^T with 4-bit W for any number of rows, or converts W to the dtype of the activations.
 
 packed.py defines the layout of W. A tile of 16 words from each row of W contains eight slices of 16 adjacent inputs.
-`tl.dot` multiplies the slices one after another, so each thread keeps its codes.
+`tl.dot` multiplies one slice at a time, so that threads need not exchange codes.
 """
 
 from functools import cache
@@ -52,8 +52,8 @@ def assembly_of(is_e2m1: bool, dtype: torch.dtype, is_scaled_later: bool = False
 
     $1 and $2 are adjacent words, and $0 receives the values of both words as a pair of 16-bit numbers, plus the pair
     $3. `prmt` combines halves of both words, so that the next instructions extract both codes at once. The bits of an
-    integer replace the last bits of 128 (bfloat16) or 1024 (float16), which $3 subtracts again. The bits of an e2m1
-    number become the bits of a number with a smaller exponent, which is then multiplied by a power of two. With
+    integer replace the last bits of 128 (bfloat16) or 1024 (float16), and $3 subtracts this number again. The bits of
+    an e2m1 number become the bits of a number with a smaller exponent, which is then multiplied by a power of two. With
     `is_scaled_later`, the caller multiplies by this power of two.
     """
     is_half = dtype == torch.float16
@@ -227,7 +227,7 @@ def packed_operands(weight, dtype: torch.dtype, tiles: Tiles = WHOLE, split_k: i
 def packed_tiles(num_rows: int) -> Tiles:
     """Return the tiles for this number of rows.
 
-    For few rows, programs of one warp need no barriers. For more rows, wider tiles read x less often.
+    For few rows, a program has one warp, which needs no barriers. For more rows, wider tiles read x less often.
     """
     tile_m = min(LARGE_TILE_M, max(FEW_ROWS, triton.next_power_of_2(num_rows)))
     if tile_m <= 16:
@@ -275,7 +275,7 @@ def packed_linear(x, weight, bias=None, act=None, split_k=1, out=None):
 
 
 def dequantize_packed(weight, dtype: torch.dtype) -> torch.Tensor:
-    """Convert a Packed weight [N, K] to `dtype`. If its groups are contiguous, it may be a stack of weights."""
+    """Convert a Packed weight [N, K] to `dtype`. If the groups are contiguous, `weight` may be a stack of weights."""
     *sizes, _ = weight.words.shape
     out = torch.empty((*sizes, weight.k), dtype=dtype, device=weight.device)
     pointers, shape = packed_operands(weight, torch.float32)

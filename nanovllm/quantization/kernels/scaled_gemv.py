@@ -1,7 +1,7 @@
 """Computes y = x W^T + b for a single row x and 8-bit W with block scales.
 
-Compared with gemv.py, the weights arrive twice as fast and must be converted, so instructions limit the speed too.
-Therefore, the preceding norm is not fused, because every program would compute the norm again.
+8-bit weights arrive twice as fast as the 16-bit weights of gemv.py, and must be converted, so instructions limit the
+speed too. The preceding norm is not fused, because every program would spend instructions on the same norm.
 """
 
 import torch
@@ -24,8 +24,8 @@ SHORT = 2**24  # a matmul with at most this many weights is short
 def _load_tile(w_ptrs, first_n, k, is_column, N, SHAPE: tl.constexpr, ROWS: tl.constexpr, MATRICES: tl.constexpr):
     """Return ROWS rows of weights from `first_n` on, and the factors and biases [ROWS, MATRICES] of the results.
 
-    The tile is [ROWS, MATRICES, parts, lane], with 0 outside `is_column`. Without scales, the factors are 1; without
-    bias, the biases are 0. `k` and `is_column` are [parts, lane].
+    The tile is [ROWS, MATRICES, parts, lane], with zeros where `is_column` is False. Without scales, the factors are 1;
+    without bias, the biases are 0. `k` and `is_column` are [parts, lane].
     """
     w_ptr, scale_ptr, bias_ptr = w_ptrs
     n = tl.minimum(first_n + tl.arange(0, ROWS), N - 1)  # instead of a mask, which would cost registers and time
@@ -109,8 +109,8 @@ def scaled_gemv(
     are narrower than K, the sides of a block are powers of two.
 
     If `gated`, W is [2N, K], bias is [2N], and the result is silu(first half of the outputs) * second half. No block
-    may contain rows of both halves. If `split_k` > 1, return summands [split_k, 1, N] of x W^T. In that case, neither
-    `gated` nor `bias` is allowed. `out` [split_k, 1, N] receives the result.
+    may contain rows of both halves. If `split_k` > 1, return summands [split_k, 1, N] of x W^T, and allow neither
+    `gated` nor `bias`. `out` [split_k, 1, N] receives the result.
     """
     assert split_k == 1 or (not gated and bias is None)
     matrices, (values, scales) = 2 if gated else 1, weight

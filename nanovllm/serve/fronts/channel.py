@@ -78,7 +78,7 @@ class Channel:
             self._socket.sendall(len(data).to_bytes(LENGTH_BYTES, "big") + data)
 
     def receive(self, seconds: float | None = None) -> bytes:
-        """Return the next message. Raises OSError if none arrives within `seconds`, or if either end is closed."""
+        """Return the next message. Raises OSError if no message arrives in time, or if either end is closed."""
         self._socket.settimeout(seconds)
         data = self._stream.read(int.from_bytes(self._stream.read(LENGTH_BYTES), "big"))
         if not data:

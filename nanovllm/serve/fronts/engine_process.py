@@ -42,7 +42,7 @@ BLOCKED = signal.SIGINT, signal.SIGTERM  # signals that are blocked while a fron
 class FrontPlan(NamedTuple):
     """What a front must know to start.
 
-    num_live: the number of live answers of each front, in shared memory. The sum of these numbers is limited, but may
+    num_live: the number of live answers of each front, in shared memory. The sum over all fronts is limited, but may
         exceed the limit slightly if several fronts accept requests at the same instant.
     listener: the listening socket, or `None` if each front opens a socket at the address in `settings`.
     """
@@ -57,7 +57,7 @@ class FrontPlan(NamedTuple):
 def make_plan(
     model: str, settings: ServerSettings, engine_settings: dict[str, Any], listener: socket.socket
 ) -> FrontPlan:
-    """Make the plan. Fronts use `listener` if it is a Unix socket, or if there is one front."""
+    """Make the plan. Fronts use `listener` if it is a Unix socket, or if there is only one front."""
     count, port = settings.num_fronts, settings.port if settings.uds else listener.getsockname()[1]
     front_settings = replace(settings, port=port, max_connections=max(1, settings.max_connections // count))
     is_passed = bool(settings.uds) or count == 1
@@ -65,7 +65,7 @@ def make_plan(
 
 
 def run_front(plan: FrontPlan, index: int, end: socket.socket) -> None:
-    """Run a front in this process. Only the engine's process gets Ctrl-C, and then lets the fronts drain."""
+    """Run a front in this process. Ctrl-C reaches only the engine's process, which then lets the fronts drain."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a terminal may send it if a background group writes its log
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # also drops a SIGINT that arrived while it was blocked
@@ -129,7 +129,6 @@ class Fronts:
 
     @staticmethod
     def _say_that_the_engine_has_started(channel: Channel) -> float:
-        """Tell a front that the engine has started."""
         with suppress(OSError):  # the front has ended, which `_turn` notices
             channel.send(FromEngine())
         return monotonic() + START_SECONDS

@@ -6,6 +6,8 @@ README.md in this folder explains the design.
 from importlib import import_module
 from typing import Any
 
+from nanovllm.utils.waiting import waiting_for
+
 MODULES = {"RayLLM": "ray_llm", "NanoVLLM": "ray_data", "PrefixRouter": "routing", "RoundRobin": "routing"}
 
 
@@ -13,4 +15,5 @@ def __getattr__(name: str) -> Any:
     """Import each class on first use, because RayLLM needs the package extra `ray`."""
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{MODULES[name]}"), name)
+    with waiting_for(f"Importing {name}"):
+        return getattr(import_module(f"{__name__}.{MODULES[name]}"), name)

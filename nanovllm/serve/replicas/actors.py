@@ -150,7 +150,7 @@ def make_group(
 ) -> ReplicaGroup:
     """Create a group without starting it.
 
-    `settings` apply to each replica's LLM, and `config` belongs to the driver.
+    `settings` are the settings of each replica's LLM, and `config` is the driver's Config.
     """
     actor_settings = dict(settings)
     if settings.get("tokenizer") is not None:

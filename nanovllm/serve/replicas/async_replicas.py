@@ -80,7 +80,7 @@ class AsyncReplicas(EngineClient):
     def exit(self) -> None:
         """Kill the replicas, and stop Ray if this object started it.
 
-        Raises RuntimeError in the event loop's thread.
+        Raises RuntimeError if the event loop's thread calls this method.
         """
         if self._is_closing and self._group_loop is None:
             return

@@ -26,15 +26,15 @@ class ReplicaGroup:
     Only the thread of one event loop may call the group's methods. Requests that arrive for a replica within one
     iteration of the loop are sent in one message.
 
-    A replica is lost if its process, GPU or host fails, or if a step raises an error. The group then restarts the
-    replica. Meanwhile, other replicas compute the requests of the lost replica. A request fails if it can't be queued,
-    or if MAX_FAILURES replicas were lost while they computed it. After MAX_FAILURES - 1 losses, the request itself may
-    be the cause. Such a request is called a poison request, and runs alone on a replica. Poison requests run one at a
-    time.
+    A replica is lost if its process, GPU or host fails, or if a step raises an error. While the group restarts a lost
+    replica, other replicas compute the requests of the lost replica. A request fails if it can't be queued, or if
+    MAX_FAILURES replicas were lost while they computed it. If MAX_FAILURES - 1 replicas were lost while they computed a
+    request, the request itself may be the cause. Such a request is called a poison request, and runs alone on a
+    replica. Poison requests run one at a time.
 
-    A replica is given up after MAX_FAILURES consecutive losses. Losses during a poison request do not count. The count
-    starts again when the replica finishes a request, or after a few minutes of uptime. If no replica is left, every
-    request fails with an EngineDeadError that states the cause of the last loss.
+    A replica is given up after MAX_FAILURES consecutive losses. A loss during a poison request is not counted as a loss
+    of the replica. The count of losses starts again when the replica finishes a request, or after a few minutes of
+    uptime. If no replica is left, every request fails with an EngineDeadError that states the cause of the last loss.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class ReplicaGroup:
         self._dispatch()
 
     def abort(self, request: ReplicaRequest) -> None:
-        """End a request early, but keep its tokens."""
+        """End a request early. The caller gets the tokens generated so far."""
         if request.replica_index is not None:
             request.is_aborted = True  # if the replica is lost before it ends the request, the driver ends the request
             replica = self.replicas[request.replica_index]

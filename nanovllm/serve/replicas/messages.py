@@ -61,7 +61,8 @@ class Final(NamedTuple):
     """The result of a finished request. `answers` is empty if the answers were sent as deltas.
 
     seconds: three durations from the request's arrival at the replica: until its first scheduling, until its first
-        token, and until its end. The message has durations, because the clocks of two machines differ.
+        token, and until its end. The message contains durations instead of times, because the clocks of two machines
+        differ.
     data: the bytes of a vector's float32 numbers; `None` for generated answers, and for an aborted request.
     """
 

@@ -31,9 +31,9 @@ class RayLLM:
     """Works like LLM, but on N engines: `RayLLM(model, num_replicas=N, **settings).generate(prompts, sampling_params)`.
 
     The calling process checks and tokenizes the prompts, raises the same errors as LLM, and chooses the noise seeds.
-    With the same `seed` setting, the same calls therefore return the same tokens as LLM, unless rounding errors differ.
-    A request that can't be computed ends with `finish_reason="error"` and the error message as its `stop_reason`.
-    ReplicaGroup explains what happens when a replica is lost.
+    With the same `seed` setting, the same calls return the same tokens as LLM, unless rounding errors differ. A request
+    that can't be computed ends with `finish_reason="error"` and the error message as its `stop_reason`. ReplicaGroup
+    explains what happens when a replica is lost.
 
     The methods are thread-safe. Leaving a `with` block calls `exit`.
     """
@@ -122,13 +122,13 @@ class RayLLM:
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Yield pairs (prompt index, output) as outputs complete.
 
-        In all other respects, this works like `generate_iter`.
+        In all other respects, this method works like `generate_iter`.
         """
         for new_outputs in self._outputs(self._requests(prompts, sampling_params)):
             yield from new_outputs.items()
 
     def stats(self) -> list[dict[str, Any] | None]:
-        """Return `LLM.stats()` for each replica, or `None` if it is not running. Raises RuntimeError after `exit`."""
+        """For each replica, return `LLM.stats()`, or `None` if it is not running. Raises RuntimeError after `exit`."""
         self._check_open()
         return self._run_in_loop(self.group.stats())
 
@@ -164,7 +164,7 @@ class RayLLM:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def _run(self, requests: list[CompletionRequest], use_tqdm: bool) -> list[RequestOutput]:
-        """Run requests for the methods that RayLLM takes from LLM. Return the outputs in order."""
+        """Run requests for the methods that RayLLM shares with LLM. Return the outputs in order."""
         outputs: dict[int, RequestOutput] = {}
         bar = progress_bar(len(requests), desc="Generating", dynamic_ncols=True, disable=not use_tqdm)
         with bar as advance:
@@ -196,7 +196,7 @@ class RayLLM:
     def _outputs(
         self, requests: Iterator[CompletionRequest | RequestOutput], end: Callable[[], int] | None = None
     ) -> Iterator[dict[int, RequestOutput]]:
-        """Yield dicts from request index to output, as requests complete.
+        """Yield dicts that map request indices to outputs, as requests complete.
 
         end: returns the index of the first request that must wait, because it is too far ahead of the next output.
         """
@@ -265,7 +265,7 @@ def _refused(prompt: Prompt, message: str) -> RequestOutput:
 
 
 def _some_of(done: SimpleQueue) -> Iterator[ReplicaRequest]:
-    """Wait for a finished request, then take a few more that have already finished."""
+    """Wait for a finished request, then take a few other finished requests."""
     yield done.get()
     for _ in range(SUBMIT_BATCH // 4 - 1):
         try:

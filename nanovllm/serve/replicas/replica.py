@@ -23,7 +23,7 @@ logger = logging.getLogger("nanovllm")
 
 
 class Replica:
-    """An engine controlled by messages. Ray calls `start`, then `reports`, then other methods in the driver's order.
+    """An engine controlled by messages. Ray calls `start`, `reports`, and then the methods that the driver calls.
 
     The engine's thread runs the steps, and never waits for reports. The thread that runs `reports` sends all news since
     the previous report, which may come from several steps. This file does not import Ray, so tests can run replicas
@@ -54,7 +54,7 @@ class Replica:
         self._engine_thread.watch(self._collectors[OutputKind.DELTA])
 
     def submit(self, data: bytes) -> None:
-        """Queue requests that the driver has checked. An error affects only its request, and is reported."""
+        """Queue requests that the driver has checked. An error is reported, and affects only one request."""
         try:
             self._submit(decode_requests(data))
         except Exception as error:  # the driver ignores the result of this call, so `reports` raises the error
@@ -62,7 +62,7 @@ class Replica:
             raise
 
     def _submit(self, messages: Iterable[NewRequest]) -> None:
-        """Queue requests. Another thread handles `structured_outputs`, because grammars compile slowly."""
+        """Queue requests. Another thread queues requests with `structured_outputs`, because grammars compile slowly."""
         plain = []
         for new in messages:
             if new.params.structured_outputs is None:
@@ -103,7 +103,7 @@ class Replica:
         self._engine_thread.discard([i for i in request_ids if i not in late and self._forget(i)])
 
     def abort(self, request_id: int) -> None:
-        """End a request early, but keep its tokens."""
+        """End a request early. The caller gets the tokens generated so far."""
         if request_id in self._in_grammar_thread:
             self._grammar_thread.submit(self.abort, request_id)
         else:
@@ -132,7 +132,7 @@ class Replica:
             yield Report(*self._read(outputs), errors)
 
     def exit(self) -> None:
-        """End `reports` and the engine. Ray kills the actor's process instead."""
+        """End `reports` and the engine. With Ray, the actor's process is killed, and this method is not called."""
         self.close()
         self.engine.exit()
 

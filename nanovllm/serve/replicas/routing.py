@@ -17,8 +17,8 @@ class Router(Protocol):
     def choose(self, token_ids: list[int], loads: Sequence[int | None]) -> int:
         """Return the index of the replica for a prompt.
 
-        `loads[i]` is the number of answers that replica i computes, or `None` if it accepts no requests now. The load
-        of the chosen replica must be a number.
+        `loads[i]` is the number of answers that replica i computes, or `None` if replica i accepts no requests now. The
+        load of the chosen replica must be a number.
         """
         ...
 

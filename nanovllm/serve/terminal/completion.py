@@ -42,7 +42,7 @@ def _bash(words: Mapping[str, str]) -> str:
 
 
 def _fish(words: Mapping[str, str]) -> str:
-    """Return fish commands: one line completes command names, and a line per command completes its words."""
+    """Return fish commands: one line completes command names, and one line per command completes later words."""
     lines = [f"complete -c nanovllm -n __fish_use_subcommand -a '{' '.join([*words, '--help', '--version'])}'\n"]
     lines += [f"complete -c nanovllm -n '__fish_seen_subcommand_from {name}' -a '{words[name]}'\n" for name in words]
     return "".join(lines)

@@ -1,0 +1,126 @@
+"""Stores the contents of cache blocks in the files of a folder."""
+
+import os
+from collections import OrderedDict
+from contextlib import suppress
+from pathlib import Path
+from struct import Struct
+from time import time
+from uuid import uuid4
+
+import numpy as np
+import xxhash
+
+from nanovllm.engine.sequence import packed_ids
+
+HEADER = Struct("<8s16sQ")  # magic, checksum of all bytes that follow the header, number of bytes of the token ids
+MAGIC = b"nvllmkv1"  # another number if blocks of equal shape store something else
+SUFFIX = ".block"
+MAX_WRITE_SECONDS = 600
+
+
+class BlockFiles:
+    """Stores each block in a file of its own, and deletes the least recently used files.
+
+    The name of a file is the hash of the block. A file contains a header, the token ids, and the rows of bytes in which
+    the tier in host memory stores the block. `read` and `write` may be called by any thread, and all other methods only
+    by the engine's thread. Several engines may use the same folder. If one of them deletes a file, the others fail to
+    read it, and compute the block again.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int):
+        """`max_bytes` limits the size of all files together. Files of earlier engines are used and count."""
+        self.folder, self.max_bytes = folder, max_bytes
+        for file in folder.glob("*.tmp"):  # an engine may have ended early, or may write this file now
+            if file.stat().st_mtime < time() - MAX_WRITE_SECONDS:
+                file.unlink(missing_ok=True)
+        found = [(file, file.stat()) for file in folder.glob(f"*{SUFFIX}")]
+        found.sort(key=lambda pair: pair[1].st_mtime_ns)
+        self._sizes = OrderedDict((int(file.stem), stat.st_size) for file, stat in found)  # by hash
+        self._num_bytes = sum(self._sizes.values())
+        self._delete_oldest()
+
+    def __contains__(self, block_hash: int) -> bool:
+        return block_hash in self._sizes
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def add(self, block_hash: int, num_bytes: int) -> None:
+        """Count a file that `write` has written, and delete other files if all files together are too large."""
+        self.remove(block_hash, is_deleted=True)
+        self._sizes[block_hash] = num_bytes
+        self._num_bytes += num_bytes
+        self._delete_oldest()
+
+    def touch(self, block_hash: int) -> None:
+        """Mark a block as the most recently used one, also for later engines."""
+        self._sizes.move_to_end(block_hash)
+        with suppress(OSError):
+            os.utime(self._path(block_hash))
+
+    def remove(self, block_hash: int, is_deleted: bool = False) -> None:
+        self._num_bytes -= self._sizes.pop(block_hash, 0)
+        if not is_deleted:
+            with suppress(OSError):
+                self._path(block_hash).unlink()
+
+    def write(self, block_hash: int, token_ids: list[int], rows: list[np.ndarray]) -> int:
+        """Write a file, and return its size in bytes. Raises OSError.
+
+        The file gets its name when it is complete, so that a process that ends early leaves no torn file.
+        """
+        parts = [packed_ids(token_ids), *rows]
+        checksum = _checksum(parts)
+        temporary = self.folder / f"{uuid4().hex}.tmp"
+        try:
+            with temporary.open("wb") as file:
+                file.write(HEADER.pack(MAGIC, checksum, len(parts[0])))
+                file.writelines(parts)
+                num_bytes = file.tell()
+            temporary.replace(self._path(block_hash))
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        return num_bytes
+
+    def read(self, block_hash: int, token_ids: list[int], rows: list[np.ndarray]) -> None:
+        """Read a file into `rows`. Raises OSError if the file is missing, damaged, or stores other token ids.
+
+        In this case, `rows` may contain anything.
+        """
+        path, expected_ids = self._path(block_hash), packed_ids(token_ids)
+        with path.open("rb", buffering=0) as file:
+            header = file.read(HEADER.size)
+            if len(header) < HEADER.size or not header.startswith(MAGIC):
+                raise OSError(f"{path}: is not a file of cache blocks")
+            _, checksum, num_id_bytes = HEADER.unpack(header)
+            if num_id_bytes != len(expected_ids) or file.read(num_id_bytes) != expected_ids:
+                raise OSError(f"{path}: stores other token ids")
+            is_complete = all(_read_into(file, row) for row in rows) and not file.read(1)
+        if not is_complete or _checksum([expected_ids, *rows]) != checksum:
+            raise OSError(f"{path}: is damaged")
+
+    def _delete_oldest(self) -> None:
+        while self._num_bytes > self.max_bytes:
+            self.remove(next(iter(self._sizes)))
+
+    def _path(self, block_hash: int) -> Path:
+        return self.folder / f"{block_hash}{SUFFIX}"
+
+
+def _read_into(file, row: np.ndarray) -> bool:
+    """Fill `row` from an unbuffered file. Return whether the file was long enough."""
+    view = memoryview(row)
+    while view:
+        if not (count := file.readinto(view)):
+            return False
+        view = view[count:]
+    return True
+
+
+def _checksum(parts: list) -> bytes:
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        digest.update(part)
+    return digest.digest()

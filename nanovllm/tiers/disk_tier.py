@@ -1,0 +1,279 @@
+"""Implements the tier of the prefix cache on disk, in the folder of the setting `swap_dir`."""
+
+import json
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import xxhash
+
+from nanovllm.cache.block_copies import block_parts
+from nanovllm.engine.engine import Engine
+from nanovllm.tiers.block_files import BlockFiles
+from nanovllm.tiers.connector import CachedBlock
+from nanovllm.tiers.host_tier import Entry, HostTier, use_host_tier
+from nanovllm.tiers.tiered_blocks import TieredBlockManager
+
+if TYPE_CHECKING:
+    from nanovllm.config import Config
+    from nanovllm.engine.model_runner import ModelRunner
+
+T = TypeVar("T")
+logger = logging.getLogger("nanovllm")
+NUM_THREADS = 4
+EXIT_SECONDS = 10.0  # `exit` writes blocks for at most this long
+SALT = "salt"  # a file
+
+
+@dataclass(slots=True)
+class Write:
+    """A block that will be written to a file when its copy to host memory has ended."""
+
+    entry: Entry
+    is_copied: Callable[[], bool]
+    future: Future | None = None  # of the thread that writes the file
+
+
+@dataclass(slots=True, eq=False)
+class Read:
+    """Blocks that a call of `get` asks for, of which some are read from files."""
+
+    blocks: list[CachedBlock]
+    kept: list[Entry]  # entries of the other blocks, which must stay in host memory
+    files: dict[int, tuple[Entry, Future]]  # by hash
+    has_arrived: Callable[[], bool] | None = None  # of the copy to the device, which begins when all files were read
+
+
+class DiskTier(HostTier):
+    """Also writes the blocks that host memory stores to files, and reads files if host memory has no such block.
+
+    Threads read and write the files while steps run. A block is written after it was copied to host memory. A block
+    from a file is read into host memory, and is copied from there to the device. Host memory keeps the rows of a block
+    until threads no longer use them.
+
+    The hashes of blocks contain a random number. This number is stored in the folder, so that a later engine with the
+    same weights computes equal hashes. If the prefix cache is cleared, the weights may have changed. The engine then
+    uses the folder no longer, and leaves the files as they are.
+    """
+
+    def __init__(self, engine: Engine, num_rows: int):
+        self._files: BlockFiles | None = None  # see `start`
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "nanovllm-disk")
+        self._writes: dict[int, Write] = {}  # by hash
+        self._file_reads: list[Read] = []
+        super().__init__(engine, num_rows)
+
+    def start(self, files: BlockFiles) -> None:
+        self._files = files
+
+    def contains(self, block_hash: int, token_ids: list[int]) -> bool:
+        if block_hash in self._entries or self._files is None:
+            return super().contains(block_hash, token_ids)
+        return block_hash in self._files  # `read` compares the token ids
+
+    def put(self, blocks: list[CachedBlock]) -> None:
+        self._advance()
+        super().put(blocks)
+        self._begin_writes([block.block_hash for block in blocks])
+
+    def get(self, blocks: list[CachedBlock]) -> Callable[[], bool]:
+        self._advance()
+        missing = [block for block in blocks if block.block_hash not in self._entries]
+        if not missing or self._files is None:
+            return super().get(blocks)
+        kept = [self._entries[block.block_hash] for block in blocks if block.block_hash in self._entries]
+        for entry in kept:
+            entry.num_reads += 1
+        read = Read(blocks, kept, {})
+        for block in missing:
+            rows = self._pop_rows(len(self._ids_of_rows(block)))
+            entry = Entry(block.token_ids, rows)
+            if rows:
+                future = self._threads.submit(self._files.read, block.block_hash, block.token_ids, self._rows(entry))
+            else:
+                (future := Future()).set_exception(OSError("host memory is too small for the blocks of a prefix"))
+            read.files[block.block_hash] = entry, future
+        self._file_reads.append(read)
+        return partial(self._has_arrived, read)
+
+    def clear(self) -> None:
+        wait([write.future for write in self._writes.values() if write.future is not None])
+        wait([future for read in self._file_reads for _, future in read.files.values()])
+        self._writes, self._file_reads = {}, []
+        if self._files is not None:
+            logger.warning("swap_dir: is used no longer, because the prefix cache was cleared; a restart uses it again")
+        self._files = None
+        super().clear()
+
+    def close(self, contents: Iterable[CachedBlock]) -> None:
+        """Write the blocks of the device and of host memory, for at most EXIT_SECONDS. Then end the threads.
+
+        `contents` begins with the most recent blocks, which are written first.
+        """
+        end = monotonic() + EXIT_SECONDS
+        if self._files is not None:
+            num_blocks = self._files.max_bytes // self._runner.host_blocks.rows.shape[1]
+            on_device = [*islice(contents, num_blocks)]
+            recent = dict.fromkeys(block.block_hash for block in on_device) | dict.fromkeys(reversed(self._entries))
+            hashes = [*islice(recent, num_blocks)]
+            for part in _parts(on_device, part_size := max(1, self._num_rows // 4)):
+                self.put(part)
+                self._wait_for_writes(end)
+            for part in _parts(hashes, part_size):
+                self._begin_writes(part)
+                self._wait_for_writes(end)
+            for block_hash in (block_hash for block_hash in reversed(hashes) if block_hash in self._files):
+                self._files.touch(block_hash)
+            if monotonic() >= end:
+                logger.warning("swap_dir: not all cache blocks could be written in %g seconds", EXIT_SECONDS)
+        self._threads.shutdown(cancel_futures=True)
+        self._files = None
+
+    def _begin_writes(self, hashes: list[int]) -> None:
+        """Write the blocks with these hashes, except for those that have files. At most half of the rows are used."""
+        if self._files is None or not hashes:
+            return
+        is_copied = self._runner.host_blocks.end_of_puts()
+        num_rows = sum(len(write.entry.rows) for write in self._writes.values())
+        for block_hash in hashes:
+            entry = self._entries.get(block_hash)
+            if entry is None or block_hash in self._files or block_hash in self._writes:
+                continue
+            if (num_rows := num_rows + len(entry.rows)) > max(1, self._num_rows // 2):
+                break
+            entry.num_reads += 1
+            self._writes[block_hash] = Write(entry, is_copied)
+
+    def _wait_for_writes(self, end: float) -> None:
+        while self._writes and monotonic() < end:
+            sleep(0.001)
+            self._advance()
+
+    def _has_arrived(self, read: Read) -> bool:
+        if read.has_arrived is None:
+            if read not in self._file_reads:
+                raise OSError("the prefix cache was cleared")
+            if not all(future.done() for _, future in read.files.values()):
+                return False
+            self._end_read(read)
+            read.has_arrived = super().get(read.blocks)
+        return read.has_arrived()
+
+    def _end_read(self, read: Read) -> None:
+        """Add the blocks that were read to host memory. Raises OSError if a block could not be read."""
+        assert self._files is not None, "`clear` would have ended the read"
+        self._file_reads.remove(read)
+        for entry in read.kept:
+            entry.num_reads -= 1
+        errors = []
+        for block_hash, (entry, future) in read.files.items():
+            if (error := future.exception()) is not None:
+                errors.append(error)
+                if entry.rows:
+                    self._files.remove(block_hash)
+            elif block_hash in self._files:
+                self._files.touch(block_hash)
+            if error is None and block_hash not in self._entries:
+                self._entries[block_hash] = entry
+            else:
+                self._free_rows += entry.rows
+        if errors:
+            raise errors[0]
+        self._engine.scheduler.totals["disk_blocks"] += len(read.files)
+
+    def _advance(self) -> None:
+        """Begin to write the blocks whose copies have ended, and count the files that were written."""
+        if (files := self._files) is None:
+            return
+        for block_hash, write in [*self._writes.items()]:
+            if write.future is None and write.is_copied():
+                rows = self._rows(write.entry)
+                write.future = self._threads.submit(files.write, block_hash, write.entry.token_ids, rows)
+            elif write.future is not None and write.future.done():
+                del self._writes[block_hash]
+                write.entry.num_reads -= 1
+                try:
+                    files.add(block_hash, write.future.result())
+                except OSError as error:
+                    totals = self._engine.scheduler.totals
+                    level = logging.DEBUG if totals["lost_copies"] else logging.WARNING
+                    logger.log(level, f"swap_dir: a cache block could not be written: {error}")
+                    totals["lost_copies"] += 1
+
+    def _rows(self, entry: Entry) -> list[np.ndarray]:
+        rows = self._runner.host_blocks.rows.numpy()
+        return [rows[row] for row in entry.rows]
+
+
+def _parts(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    remaining = iter(items)
+    while part := [*islice(remaining, size)]:
+        yield part
+
+
+def use_disk_tier(engine: Engine) -> None:
+    """Give the engine's prefix cache tiers in host memory and in files. The model must be loaded.
+
+    Raises ValueError if the folder can't be used. Raises the errors of `use_host_tier`.
+    """
+    config, scheduler = engine.config, engine.scheduler
+    assert config.swap_dir is not None and engine.model_runner is not None
+    folder = Path(config.swap_dir).expanduser() / fingerprint(config, engine.model_runner)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the files tell what users have asked
+        salt, files = _stored_salt(folder / SALT), BlockFiles(folder, int(config.swap_dir_space * 2**30))
+    except OSError as error:
+        raise ValueError(f"swap_dir={config.swap_dir!r}: can't be used: {error}") from error
+    tier = use_host_tier(engine, DiskTier)
+    tier.start(files)
+    scheduler.block_manager.salt = salt
+    scheduler.totals["tiers"] = 3
+    engine.before_exit = partial(_save, engine, tier)  # type: ignore[method-assign]
+
+
+def fingerprint(config: "Config", runner: "ModelRunner") -> str:
+    """Return a hash of everything on which the contents of a block depend: the weights, and how blocks store tokens.
+
+    The hash contains the names, sizes and times of the weight files, not their bytes.
+    """
+    folder = Path(config.model)
+    files = [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("*.json"))]
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    parts = [(tuple(part.shape), str(part.dtype)) for part in block_parts(runner._cached_token_ids, runner.caches, 0)]
+    names = "dtype kv_cache_dtype quantization load_format kvcache_block_size mamba_ssm_cache_dtype max_model_len"
+    settings = [str(getattr(config, name)) for name in (*names.split(), "speculative_config", "attention_backend")]
+    return xxhash.xxh3_128_hexdigest(json.dumps([stats, parts, settings]).encode())
+
+
+def _stored_salt(file: Path) -> int:
+    """Return the number in a file. If there is no such file, first write a random number."""
+    if not file.exists():
+        temporary = file.with_name(f"{secrets.token_hex(8)}.tmp")
+        temporary.write_bytes(secrets.token_bytes(8))
+        with suppress(FileExistsError):  # another engine was faster
+            os.link(temporary, file)
+        temporary.unlink()
+    if len(salt := file.read_bytes()) != 8:
+        raise OSError(f"{file}: must have 8 bytes, and has {len(salt)}")
+    return int.from_bytes(salt, "little")
+
+
+def _save(engine: Engine, tier: DiskTier) -> None:
+    """Write the blocks that the prefix cache still has."""
+    try:
+        if engine.model_runner is not None:
+            blocks = engine.scheduler.block_manager
+            assert isinstance(blocks, TieredBlockManager)
+            tier.close(blocks.contents())
+    except Exception:  # the engine may exit because the device has failed
+        logger.warning("swap_dir: the last cache blocks could not be written", exc_info=True)
