@@ -73,7 +73,7 @@ class Config:
     swap_dir_space: GiB of files in `swap_dir`, for each model.
     enable_prefix_caching: reuse the cache blocks of earlier requests that begin with the same tokens.
     async_scheduling: prepare a step while the previous step runs; by default on CUDA only.
-    seed: makes requests without their own seed repeatable; by default, each run differs.
+    seed: makes the results of requests that have no `seed` repeatable; by default, each run differs.
     tokenizer: the folder or hub id of the tokenizer; by default the model's tokenizer.
     revision: the branch, tag or commit of a model on the hub; by default the hub's default.
     quantization: "fp8", "int8" or "int4" quantizes the weights of linear layers while they are loaded; by default the
@@ -91,6 +91,8 @@ class Config:
     enable_lora: allow requests to use low-rank adapters; see nanovllm/docs/lora.md.
     max_loras: the number of adapters that are on the device at the same time.
     max_lora_rank: upper limit for the rank of adapters. Memory is allocated for adapters of this rank.
+    max_expert_lora_rank: the same limit for matrices of experts, of which each expert has its own. 0 means that
+        adapters of experts are refused, and no memory is allocated for them.
     speculative_config: how tokens are drafted, as JSON with the keys that nanovllm/docs/speculation.md lists; by
         default no tokens are drafted. In Python, the value can also be a dict.
     task: "generate", "embed" (texts to vectors), "score" (the relevance of documents) or "classify"; by default the
@@ -142,6 +144,7 @@ class Config:
     enable_lora: bool = checked(False, check_bool)
     max_loras: int = checked(8, check_int, low=1, high=256)
     max_lora_rank: int = checked(64, check_int, low=1, high=512)
+    max_expert_lora_rank: int = checked(0, check_int, low=0, high=512)
     speculative_config: Any = None
     task: str = checked("auto", check_choice, choices=("auto", *TASKS))
     language_model_only: bool = checked(False, check_bool)
@@ -174,7 +177,9 @@ class Config:
         folder = find_model(self.model, self.revision, with_weights=self.load_format != "dummy")
         model_config = ModelConfig.read(folder, self.quantization)
         if moe := model_config.moe:
-            model_config = replace(model_config, moe=replace(moe, expert_parallel=self.expert_parallel))
+            model_config = replace(
+                model_config, moe=replace(moe, expert_parallel=self.expert_parallel, stacks_shared=not self.enable_lora)
+            )
         if (hybrid := model_config.hybrid) and (name := self.mamba_ssm_cache_dtype) != "auto":
             model_config = replace(model_config, hybrid=replace(hybrid, state_dtype=name))
         if (vision := model_config.vision) is not None:

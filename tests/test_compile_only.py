@@ -111,27 +111,28 @@ from nanovllm.lora.kernels import lora_gemm
 from nanovllm.lora.lora_linear import LoRAStack
 
 
-def adapters(num_rows, dtype, sizes, max_rank, inputs=256, slots=3):
-    ints = dict(dtype=torch.int32)
-    a = torch.randn(slots, len(sizes), max_rank, inputs, dtype=dtype)
-    b = torch.randn(slots, sum(sizes), max_rank, dtype=dtype)
+def adapters(num_rows, dtype, sizes, max_rank, inputs=256, slots=3, experts=1):
+    ints, rows = dict(dtype=torch.int32), slots * experts
+    a = torch.randn(rows, len(sizes), max_rank, inputs, dtype=dtype)
+    b = torch.randn(rows, sum(sizes), max_rank, dtype=dtype)
     ranks = torch.full((slots, 2 * len(sizes)), 3, **ints)[:, : len(sizes)]
-    stack = LoRAStack(a, b, ranks, torch.tensor(sizes, **ints).cumsum(0).int(), max(sizes))
+    stack = LoRAStack(a, b, ranks, torch.tensor(sizes, **ints).cumsum(0).int(), max(sizes), experts)
     x, y = torch.randn(num_rows, inputs, dtype=dtype), torch.randn(num_rows, sum(sizes), dtype=dtype)
-    lora_gemm.add_lora(y, x, stack, lora_gemm.group_rows(torch.zeros(num_rows, **ints), slots))
+    lora_gemm.add_lora(y, x, stack, lora_gemm.group_rows(torch.zeros(num_rows, **ints), rows))
 
 
 def work():
-    # each dtype and both kinds of tiles; a compilation takes a second
+    # each dtype and both kinds of tiles; a compilation takes a second, and three seconds for large tiles of float32
+    adapters(1, torch.float32, [64], 16, slots=1)
     adapters(1, torch.float16, [64], 16, slots=1)
-    adapters(300, torch.float32, [64, 32, 32], 70)
     adapters(300, torch.bfloat16, [64, 32, 32], 70)
+    adapters(40, torch.bfloat16, [64, 64], 8, slots=4, experts=256)
 
 
 compile_only(work)
 for kernel in (lora_gemm._shrink_kernel, lora_gemm._expand_kernel):
     found = kernels(kernel.jit)
-    assert len(found) == 3 and all(kernel.asm["cubin"] for kernel in found), found
+    assert len(found) == 4 and all(kernel.asm["cubin"] for kernel in found), found
 print("done")
 """
 

@@ -100,7 +100,7 @@ SCHEDULES = {
 def test_the_text_is_the_same(make_llm, monkeypatch, drafts, schedule):
     """Of two schedules, each kind of drafts runs once with async scheduling and once without."""
     rng, order = random.Random(schedule), [*SCHEDULES].index(schedule)
-    prompts = prompts_of(rng, SHORT_PROMPTS if schedule == "preemptions" else PROMPT_LENGTHS)[:12]
+    prompts = prompts_of(rng, SHORT_PROMPTS if schedule == "preemptions" else PROMPT_LENGTHS)[:10]
     params = [replace(x, max_tokens=min(x.max_tokens, 40)) for x in (params_of(rng, i) for i in range(len(prompts)))]
     if schedule == "one at a time":
         prompts, params = prompts[:6], params[:6]

@@ -112,7 +112,7 @@ def test_dummy_weights(make_llm, folders):
     experts = layer.mlp.experts
     weight = experts.format.weight(experts, "gate_up_proj", 3, torch.float32)
     assert len(weight.unique()) > 12 and experts.down_proj_bias.std() > 0 and layer.self_attn.attn.sinks.std() > 0
-    assert all(len(output["token_ids"]) == 8 for output in generated)
+    assert all(len(output["token_ids"]) == 5 for output in generated)
 
 
 def test_new_weights(make_llm, folders):
@@ -143,8 +143,8 @@ def test_parity_on_kernels(use_ops, make_llm, folders):
     """Chunks, several decodes and a single one."""
     pytest.importorskip("triton")
     use_ops()
-    llm = make_llm(folders[0], attention_backend="triton", **SMALL | dict(max_num_batched_tokens=34))
-    assert_same_as_transformers(folders[1], generate_by_steps(llm, short_requests((34, 2), (1, 2), (3, 3))))
+    llm = make_llm(folders[0], attention_backend="triton", **SMALL | dict(max_num_batched_tokens=26))
+    assert_same_as_transformers(folders[1], generate_by_steps(llm, short_requests((26, 2), (1, 2), (3, 3))))
 
 
 @pytest.mark.gpu

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -851,7 +850,12 @@ HEADS_OF_TOKENS = [(2, 4, 16, 24, 4), (3, 3, 20, 9, 2), *CUDA * [(4, 8, 128, 128
 @pytest.mark.parametrize(
     "way, dtype, heads, state_dtype",
     [
-        *product(["definitions"], [torch.float32, torch.bfloat16], HEADS_OF_TOKENS, [torch.float32, torch.bfloat16]),
+        # each pair of a dtype, heads, and a dtype of states
+        *(
+            ("definitions", dtype, heads, (torch.float32, torch.bfloat16)[(i + j) % 2])
+            for i, dtype in enumerate([torch.float32, torch.bfloat16])
+            for j, heads in enumerate(HEADS_OF_TOKENS)
+        ),
         *(("kernels", *case, torch.float32) for case in pairs(DTYPES, HEADS_OF_TOKENS)),
         ("kernels", torch.float16, HEADS_OF_TOKENS[0], torch.float16),
     ],

@@ -267,7 +267,7 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
     ids = lambda n: [rng.randrange(VOCAB_SIZE) for _ in range(n)]
     prefix = ids(40)
     prompts = [prefix, *map(ids, (1, 17, 2, 16, 70)), prefix + ids(1), prefix + ids(20)]
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2, detokenize=False)
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=2, detokenize=False)
     # a prompt whose log-probabilities are wanted is computed from its beginning
     return [(prompt, params if i == 7 else replace(params, prompt_logprobs=0)) for i, prompt in enumerate(prompts)]
 
@@ -314,7 +314,7 @@ def test_parity(make_llm, tmp_path, name):
     llm = make_llm(folder, **SMALL)
     outputs = generate_by_steps(llm, requests())
     assert_same_as_transformers(folder, outputs)
-    assert len({token_id for output in outputs for token_id in output["token_ids"]}) > 12, "logits are nearly constant"
+    assert len({token_id for output in outputs for token_id in output["token_ids"]}) > 8, "logits are nearly constant"
     assert outputs[-1]["num_cached_tokens"] == 32 and llm.stats()["steps"]["mixed"] > 0
 
 

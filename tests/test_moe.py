@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import make_dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,11 +17,13 @@ from nanovllm.fused import fuse
 from nanovllm.fused.forms import Fused
 from nanovllm.kernels.launch.gpu_features import has_hopper_kernels, has_tma
 from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.models.shared.hybrid import SharedExpertMoE
 from nanovllm.moe.experts import DOWN, GATE, UP, GatedActivation, MoE, route
 from nanovllm.moe.kernels import moe_gemm, moe_gemv, moe_routing
 from nanovllm.moe.kernels.moe_routing import Routing, max_tiles, sort_by_expert
 from nanovllm.moe.moe_config import GELU_AND_MUL, SWIGLU, Activation, MoEConfig
+from nanovllm.quantization import find_quantization
 from nanovllm.utils.construction import constructing
 from nanovllm.utils.partial_sum import PartialSum
 from nanovllm.utils.tensor_parallel import TensorParallel
@@ -539,7 +542,7 @@ def test_shared_expert(path, num_tokens, size, shared_size):
     config = make_dataclass("Config", [*shape, "intermediate_size"])(**shape, intermediate_size=0)
     for rank in range(size):
         with torch.device(DEVICE), constructing(Shard(rank, size)):
-            layer = SharedExpertMoE(config)
+            layer = SharedExpertMoE(config, 0)
         load_stacked(layer, gate, gate_up, down)
         for i, part in enumerate(shared_gate_up.chunk(2)):
             load(layer.shared_expert.gate_up_proj.weight, part, i)
@@ -555,6 +558,43 @@ def test_shared_expert(path, num_tokens, size, shared_size):
     weight = F.linear(rows.double(), shared_gate.double()).sigmoid()
     expected += reference(rows, weight, torch.zeros_like(weight), shared_gate_up[None], shared_down[None])
     torch.testing.assert_close(out, expected.float().cpu(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 9])
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_quantized_shared_expert(path, name, num_tokens):
+    """It is stacked with the other experts, if all of them have the same format."""
+    formats = find_quantization(None, Path("config.json"), name)
+    shape = dict(hidden_size=64, mlp_bias=False, quantization=formats, dtype=torch.float32)
+    shape |= dict(moe=MoEConfig(frozenset(), 4, 2, 32, True), hybrid=SimpleNamespace(shared_size=32))
+    config = make_dataclass("Config", [*shape, "intermediate_size"])(**shape, intermediate_size=0)
+    model = torch.nn.Module()
+    model.config, model.packed_modules_mapping = config, Qwen3ForCausalLM.packed_modules_mapping
+    with torch.device(DEVICE), constructing(Shard(0, 1), torch.float32, is_quantized=True):
+        model.mlp = layer = SharedExpertMoE(config, 0)
+    formats.prepare(model, torch.device(DEVICE))
+    load_stacked(layer, *checkpoint(4, 64, 32))
+    shared = layer.shared_expert.gate_up_proj.weight, layer.shared_expert.down_proj.weight
+    _, gate_up, down = checkpoint(1, 64, 32)
+    for i, part in enumerate(gate_up[0].chunk(2)):
+        load(shared[0], part, i)
+    load(shared[1], down[0])
+    load(layer.shared_expert_gate.weight, randn(1, 64))
+    x, norm = randn(num_tokens, 64), make_norm(64)
+    rows, experts, expected = norm(x), layer.experts, torch.zeros(num_tokens, 64, dtype=torch.float64)
+    weights, expert_ids = route(F.linear(rows, layer.gate.weight[:4]), 2, True)
+    gates = F.linear(rows.double(), layer.gate.weight[4:].double()).sigmoid()
+    weights, expert_ids = torch.cat((weights, gates), 1), F.pad(expert_ids, (0, 1), value=4)
+    stacks = [
+        torch.stack([experts.format.weight(experts, name, i, torch.float64) for i in range(5)])
+        for name in ("gate_up_proj", "down_proj")
+    ]
+    for stack, weight in zip(stacks, (gate_up[0], down[0])):
+        assert (stack[4] - weight).norm() < 0.1 * weight.norm()
+    expected = reference(rows, weights, expert_ids, *stacks)
+    prepare(path, layer, norm)
+    y, _ = run(layer, x, torch.zeros_like(x), norm)
+    torch.testing.assert_close(y.reduce(), expected.float(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("path", ["fused", "kernels"], indirect=True)

@@ -117,12 +117,13 @@ MODES = {"last": LAST, "mean": MEAN, "cls": CLS}
 FAMILIES = "Qwen3", "Llama"
 
 
-def hidden_states(model, token_ids: list[int]) -> torch.Tensor:
+@cache  # many tests have the same texts
+def hidden_states(model, *token_ids: int) -> torch.Tensor:
     return getattr(model, "model", model)(torch.tensor([token_ids])).last_hidden_state[0]
 
 
 def expected_embedding(model, token_ids: list[int], mode: str, dimensions: int | None = None, normalize=True):
-    states = hidden_states(model, token_ids)
+    states = hidden_states(model, *token_ids)
     vector = {"last": states[-1], "mean": states.mean(0), "cls": states[0]}[mode][:dimensions]
     return (vector / vector.norm() if normalize else vector).numpy()
 
@@ -147,11 +148,11 @@ def test_embeddings(make_llm, tmp_path, family, mode, schedule):
     assert "embed_tokens.weight" in load_file(Path(folder) / "model.safetensors")
     llm = make_llm(folder, **SMALL | SCHEDULES[schedule])
     assert (llm.config.task, llm.config.pooling.mode) == ("embed", mode)
-    texts, expected = TEXTS * 2, cache(lambda *token_ids: expected_embedding(model, list(token_ids), mode))
+    texts = TEXTS * 2
     for _ in range(2):
         outputs = llm.embed(texts, use_tqdm=False)
         assert [output.prompt for output in outputs] == texts
-        assert_vectors(outputs, [expected(*x.prompt_token_ids) for x in outputs])
+        assert_vectors(outputs, [expected_embedding(model, x.prompt_token_ids, mode) for x in outputs])
     stats = llm.stats()
     assert stats["blocks"]["used"] == stats["requests"]["running"] == stats["tokens"]["out"] == 0
     assert stats["steps"]["decode"] == stats["steps"]["mixed"] == 0

@@ -118,8 +118,8 @@ def test_not_one_token_differs(make_llm, small_model, chat, margins, schedule, a
     for method in METHODS:
         llm = make_llm(model, **settings, **drafting(method, **{"model": model} if method == "draft_model" else {}))
         assert answers(llm.generate(prompts, params, use_tqdm=False)) == expected, method
-        again = generate_by_steps(llm, zip(prompts[:4], params[:4]))  # with prefix hits, and chunks beside decodes
-        assert answers(again) == expected[:4], method
+        again = generate_by_steps(llm, zip(prompts[:2], params[:2]))  # with prefix hits, and chunks beside decodes
+        assert answers(again) == expected[:2], method
         assert accepted(llm)[0] > 20 and llm.stats()["blocks"]["used"] == 0
         assert not llm.scheduler.paces
         llm.exit()

@@ -914,10 +914,8 @@ def test_texts_that_spell_tokens(make_llm, model_with_added_tokens, way):
         settings["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
     llm = make_llm(model_with_added_tokens, **settings)
     asks = [(text, *form) for text in SPELLED for form in forms_of(text)]
-    if (part := ["sampled", "asynchronous", "with drafts", "greedy"].index(way)) < 3:
-        asks = asks[
-            part::3
-        ]  # a third each; with a stride that divides the number of forms, not all forms would be in it
+    # a third each; with a stride that divides the number of forms, not all forms would be in it
+    asks = asks[["sampled", "asynchronous", "with drafts", "greedy"].index(way) % 3 :: 3]
     own = [
         params(*next(iter(form.items())), seed=i, temperature=1.5 * (way != "greedy"), skip_special_tokens=i % 2 == 0)
         for i, (_, form, _) in enumerate(asks)

@@ -25,9 +25,9 @@ class SchedulingPolicy:
     def priority_key(self, seq: Sequence) -> Any:
         """Return the key of `seq`: a number, or anything that can be compared with the keys of other sequences.
 
-        The thread that adds a request calls this method once, with the request's first answer, and gets any error.
-        Useful attributes of `seq` are `num_prompt_tokens`, `max_num_tokens` (for prompt and output together),
-        `priority`, `params`, and `arrival`, which is a value of `time.perf_counter`.
+        The thread that adds a request calls this method once, for the request's first sequence. Errors are raised in
+        that thread. Useful attributes of `seq` are `num_prompt_tokens`, `max_num_tokens` (for prompt and output
+        together), `priority`, `params`, and `arrival`, which is a value of `time.perf_counter`.
         """
         raise NotImplementedError(f"{type(self).__name__}: must define a method `priority_key`")
 

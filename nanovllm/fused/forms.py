@@ -83,7 +83,10 @@ class FusedRMSNorm(Fused):
 
 
 def rope_at(rotary_emb: Any, positions: torch.Tensor) -> Rope:
-    """Return the `Rope` for a form between plain layers. Without a fused rotary embedding, `Rope.cos_sin` is None."""
+    """Return the `Rope` for a fused layer whose neighbors are plain layers.
+
+    Without a fused rotary embedding, `Rope.cos_sin` is None.
+    """
     if not isinstance(rotary_emb, FusedRotaryEmbedding):
         return Rope(positions, None)
     rope = rotary_emb.rows(positions)

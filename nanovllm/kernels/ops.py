@@ -28,7 +28,7 @@ from nanovllm.kernels.sampling.penalties import penalize
 from nanovllm.kernels.sampling.place_decodes import accept, place_chains, place_decodes
 from nanovllm.kernels.sampling.sampling import sample
 from nanovllm.lora.kernels.lora_gemm import add_lora, group_rows
-from nanovllm.moe.kernels.mix_experts import choose_experts, mix_experts, sum_experts
+from nanovllm.moe.kernels.mix_experts import choose_experts, expert_linear, mix_experts, sum_experts
 from nanovllm.quantization.kernels.dequantize import dequantize
 from nanovllm.quantization.kernels.multiply_scaled import (
     best_scaled_split_k,

@@ -19,7 +19,6 @@ REFUSED: dict[str, tuple] = {
     "lora_bias": (False, None),
     "modules_to_save": ([], None),
     "trainable_token_indices": ([], {}, None),
-    "target_parameters": ([], None),
     "layer_replication": ([], None),
     "alora_invocation_tokens": ([], None),
     "fan_in_fan_out": (False, None),
@@ -42,6 +41,7 @@ class AdapterConfig:
     use_rslora: bool
     target_modules: str | tuple[str, ...]
     exclude_modules: str | tuple[str, ...]
+    target_parameters: tuple[str, ...]  # stacked parameters of experts
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     has_all_layers: bool  # whether every module that matches `target_modules` must have an adapter
@@ -67,15 +67,19 @@ class AdapterConfig:
                 f"{file}: init_lora_weights={start!r:.80}: is not supported, because it changes the base model too; "
                 "PEFT can convert the adapter when it saves it (path_initial_model_for_weight_conversion)"
             )
-        if raw.get("target_modules") is None:
-            raise ValueError(f"{file}: has no target_modules")
+        parameters = _patterns(file, "target_parameters", raw.get("target_parameters") or [])
+        if isinstance(parameters, str):
+            raise TypeError(f"{file}: target_parameters={parameters!r:.80}: must be a list of names")
+        if raw.get("target_modules") is None and not parameters:
+            raise ValueError(f"{file}: has neither target_modules nor target_parameters")
         return cls(
             file,
             rank=check_int(f"{file}: r", raw.get("r", 8), low=1),
             alpha=check_real(f"{file}: lora_alpha", raw.get("lora_alpha", 8), low=0),
             use_rslora=check_bool(f"{file}: use_rslora", raw.get("use_rslora") or False),
-            target_modules=_patterns(file, "target_modules", raw["target_modules"]),
+            target_modules=_patterns(file, "target_modules", raw.get("target_modules") or []),
             exclude_modules=_patterns(file, "exclude_modules", raw.get("exclude_modules") or []),
+            target_parameters=parameters,
             rank_pattern=_numbers(file, "rank_pattern", raw.get("rank_pattern"), check_int, 1),
             alpha_pattern=_numbers(file, "alpha_pattern", raw.get("alpha_pattern"), check_real, 0),
             has_all_layers=raw.get("layers_to_transform") is None,
@@ -84,11 +88,21 @@ class AdapterConfig:
     def includes(self, module: str) -> bool:
         """Return whether the module with this name has an adapter."""
         if self.target_modules == "all-linear":
-            return not _matches(self.exclude_modules, module)
-        return _matches(self.target_modules, module) and not _matches(self.exclude_modules, module)
+            return not matches(self.exclude_modules, module)
+        return matches(self.target_modules, module) and not matches(self.exclude_modules, module)
+
+    def includes_parameter(self, name: str) -> bool:
+        """Return whether the stacked parameter with this name has an adapter."""
+        return matches(self.target_parameters, name)
 
     def rank_of(self, module: str) -> int:
         return _find(self.rank_pattern, module, self.rank)
+
+    def rank_within(self, module: str, setting: str, bound: int) -> int:
+        """Return `rank_of(module)`. Raises ValueError if the rank is larger than the engine's setting."""
+        if (rank := self.rank_of(module)) > bound:
+            raise ValueError(f"{self.file}: the adapter of {module} has rank {rank}: must be at most {setting}={bound}")
+        return rank
 
     def scale_of(self, module: str) -> float:
         """Return the scale of B A: alpha / rank, or alpha / sqrt(rank) with `use_rslora` (arXiv:2312.03732)."""
@@ -96,7 +110,7 @@ class AdapterConfig:
         return _find(self.alpha_pattern, module, self.alpha) / (sqrt(rank) if self.use_rslora else rank)
 
 
-def _matches(patterns: str | tuple[str, ...], module: str) -> bool:
+def matches(patterns: str | tuple[str, ...], module: str) -> bool:
     """Return whether PEFT would match `module`. A string is a regular expression, a tuple lists ends of names."""
     if isinstance(patterns, str):
         return re.fullmatch(patterns, module) is not None

@@ -1,15 +1,17 @@
 """Reads adapters from PEFT folders into host memory, and checks them completely before anything is changed."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import torch
 import xxhash
 
 from nanovllm.lora.adapter_config import CONFIG_FILE, AdapterConfig
+from nanovllm.lora.adapter_tensors import MATRICES, PREFIX, AdapterTensors
+from nanovllm.lora.expert_files import WRAPPED, ExpertReader, ExpertsShape
 from nanovllm.lora.lora_request import Adapter, LoRARequest
 from nanovllm.utils.loader import open_safetensors
 from nanovllm.utils.model_files import BUNDLED
@@ -20,9 +22,6 @@ if TYPE_CHECKING:
     from nanovllm.lora.adapter_queue import AdapterSlots
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-PREFIX = "base_model.model."  # PEFT's name of the base model
-MATRICES = ".lora_A.weight", ".lora_B.weight"
-FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 
 class AdapterRegistry:
@@ -32,12 +31,18 @@ class AdapterRegistry:
     `remove`.
     """
 
-    def __init__(self, config: "Config", shapes: Mapping[str, tuple[int, int]], slots: "AdapterSlots"):
-        """shapes: (inputs, outputs) of each module that can have an adapter, by its name in checkpoints.
+    def __init__(
+        self,
+        config: "Config",
+        shapes: Mapping[str, tuple[int, int]],
+        experts: Mapping[str, ExpertsShape],
+        slots: "AdapterSlots",
+    ):
+        """shapes: (inputs, outputs) of each linear layer that can have an adapter, by its name in checkpoints.
 
-        slots: the adapters on the devices.
+        experts: the mixtures of experts, by name. slots: the adapters on the devices.
         """
-        self._config, self.shapes, self.slots = config, shapes, slots
+        self._config, self.shapes, self.experts, self.slots = config, shapes, experts, slots
         self._loaded: WeakValueDictionary[LoRARequest, Adapter] = WeakValueDictionary()
         self._added: dict[int, Adapter] = {}  # by `lora_int_id`
         self._lock = threading.Lock()  # so that two threads do not read the same adapter
@@ -48,7 +53,7 @@ class AdapterRegistry:
             return adapter
         with self._lock:
             if (adapter := self._loaded.get(request)) is None:
-                adapter = self._loaded[request] = read_adapter(request, self._config, self.shapes)
+                adapter = self._loaded[request] = read_adapter(request, self._config, self.shapes, self.experts)
             return adapter
 
     def add(self, request: LoRARequest) -> None:
@@ -60,7 +65,12 @@ class AdapterRegistry:
         return self._added.pop(lora_int_id, None) is not None
 
 
-def read_adapter(request: LoRARequest, config: "Config", shapes: Mapping[str, tuple[int, int]]) -> Adapter:
+def read_adapter(
+    request: LoRARequest,
+    config: "Config",
+    shapes: Mapping[str, tuple[int, int]],
+    experts: Mapping[str, ExpertsShape],
+) -> Adapter:
     """Read the adapter of a request.
 
     Raises FileNotFoundError if a file is missing. Raises ValueError or TypeError if a file is broken, if an entry is
@@ -73,25 +83,26 @@ def read_adapter(request: LoRARequest, config: "Config", shapes: Mapping[str, tu
     adapter_config = AdapterConfig.read(folder)
     if not (file := folder / WEIGHTS_FILE).is_file():
         raise FileNotFoundError(f"{folder}: the folder holds no {WEIGHTS_FILE}; other formats are not supported")
-    dtype, ranks, parts = config.model_config.dtype, [], []
-    with open_safetensors(file) as tensors:
-        modules = _modules(file, [*tensors.keys()], shapes)
-        _check_targets(file, adapter_config, modules, shapes)
-        for name, shape in shapes.items():
-            stored = modules.get(name)
-            ranks.append(0 if stored is None else adapter_config.rank_of(stored))
-            if stored is None:
+    stacks = {path + suffix for path in experts for suffix in ("", WRAPPED)}
+    single = [name for path, shape in experts.items() for name in shape.single_names(path)]
+    parts: list[torch.Tensor] = []
+    ranks = []
+    with open_safetensors(file) as opened:
+        tensors = AdapterTensors(file, opened, config.model_config.dtype)
+        modules = _modules(tensors, {*shapes, *stacks, *single})
+        linear = {name: stored for name, stored in modules.items() if name not in stacks}
+        _check_targets(file, adapter_config, linear, [*shapes, *(single if linear.keys() & single else ())])
+        for name, (inputs, outputs) in shapes.items():
+            if (stored := modules.get(name)) is None:
+                ranks.append(0)
                 continue
-            if (rank := ranks[-1]) > config.max_lora_rank:
-                problem = (
-                    f"the adapter of {stored} has rank {rank}: must be at most max_lora_rank={config.max_lora_rank}"
-                )
-                raise ValueError(f"{adapter_config.file}: {problem}")
-            inputs, outputs = shape
-            a = _matrix(file, tensors, PREFIX + stored + MATRICES[0], (rank, inputs), dtype, 1.0)
-            scale = adapter_config.scale_of(stored)
-            parts += [a, _matrix(file, tensors, PREFIX + stored + MATRICES[1], (outputs, rank), dtype, scale)]
-    weights = torch.cat(parts)
+            ranks.append(rank := adapter_config.rank_within(stored, "max_lora_rank", config.max_lora_rank))
+            parts += tensors.pair(stored, (rank, inputs), (outputs, rank), adapter_config.scale_of(stored))
+        reader = ExpertReader(tensors, adapter_config, experts, modules, config.max_expert_lora_rank)
+        for matrices in (matrices for path in experts for matrices in reader.read(path)):
+            ranks.append(0 if matrices is None else matrices[0].shape[1])
+            parts += matrices or ()
+    weights = torch.cat([part.flatten() for part in parts])
     salt = xxhash.xxh3_64_intdigest(weights.view(torch.uint8).numpy(), seed=hash(tuple(ranks)) % 2**64)
     if config.device != "cpu":
         with torch.cuda.device(config.device_of(0)):
@@ -99,54 +110,35 @@ def read_adapter(request: LoRARequest, config: "Config", shapes: Mapping[str, tu
     return Adapter(request, ranks, weights, salt)
 
 
-def _modules(file: Path, names: list[str], shapes: Mapping[str, Any]) -> dict[str, str]:
-    """Return the modules that have an adapter in `file`, as a dict from this model's names to the file's names."""
+def _modules(tensors: AdapterTensors, known: Collection[str]) -> dict[str, str]:
+    """Return the names of the adapted modules in the file, by their names in the model, which are in `known`."""
     modules: dict[str, str] = {}
-    for name in names:
+    for name in tensors.names:
         path, kind = next(((name[: -len(kind)], kind) for kind in MATRICES if name.endswith(kind)), (name, ""))
         if not kind or not path.startswith(PREFIX):
             raise ValueError(
-                f"{file}: {name}: is not supported; a tensor must be a matrix lora_A or lora_B of a module"
+                f"{tensors.file}: {name}: is not supported; a tensor must be a matrix lora_A or lora_B of a module"
             )
         stored = path.removeprefix(PREFIX)
-        own = next((own for own in (stored, text_name(stored), *nested_names(stored)) if own in shapes), None)
+        own = next((own for own in (stored, text_name(stored), *nested_names(stored)) if own in known), None)
         if own is None:
             raise ValueError(
-                f"{file}: {name}: this engine has no adapters for {stored!r:.200}; only linear layers of attention and "
-                "of dense feed-forward layers can have one, not embeddings, the output head, experts or routers"
+                f"{tensors.file}: {name}: this engine has no adapters for {stored!r:.200}; only linear layers of "
+                "attention and of feed-forward layers, and experts, can have one, not embeddings, the output head or "
+                "routers"
             )
         modules[own] = stored
     if not modules:
-        raise ValueError(f"{file}: has no tensors")
+        raise ValueError(f"{tensors.file}: has no tensors")
     return modules
 
 
-def _check_targets(file: Path, config: AdapterConfig, modules: dict[str, str], shapes: Mapping[str, Any]) -> None:
-    """Check that the file contains the modules that the config names."""
+def _check_targets(file: Path, config: AdapterConfig, modules: dict[str, str], names: list[str]) -> None:
+    """Check that the config names all of `modules`, and that none is missing of those in `names` that it names."""
     for stored in modules.values():
         if not config.includes(stored):
             raise ValueError(f"{file}: {PREFIX}{stored}: does not match target_modules in {config.file}")
-    for name in shapes:
+    for name in names:
         is_sure = isinstance(config.target_modules, tuple) and config.has_all_layers
         if is_sure and name not in modules and config.includes(name):
             raise ValueError(f"{file}: {PREFIX}{name}{MATRICES[0]} is missing, but matches target_modules")
-
-
-def _matrix(
-    file: Path, tensors: Any, name: str, shape: tuple[int, int], dtype: torch.dtype, scale: float
-) -> torch.Tensor:
-    """Return the matrix `name` times `scale`, in `dtype` and flattened."""
-    if name not in tensors.keys():  # noqa: SIM118 (a safetensors file is no mapping)
-        raise ValueError(f"{file}: {name} is missing")
-    matrix = tensors.get_tensor(name)
-    if tuple(matrix.shape) != shape:
-        raise ValueError(f"{file}: {name}: has shape {list(matrix.shape)}: must be {list(shape)}")
-    if matrix.dtype not in FLOATS:
-        known = ", ".join(str(known).removeprefix("torch.") for known in FLOATS)
-        raise ValueError(
-            f"{file}: {name}: has dtype {str(matrix.dtype).removeprefix('torch.')}: must be one of {known}"
-        )
-    matrix = (matrix.float() * scale).to(dtype).flatten()
-    if not matrix.isfinite().all():
-        raise ValueError(f"{file}: {name}: is NaN or infinite in {str(dtype).removeprefix('torch.')}")
-    return matrix

@@ -42,7 +42,8 @@ def use_adapters(engine: Engine) -> None:
     """Set `engine.adapters`, and let sequences wait until their adapter has a slot. The model must be loaded."""
     assert engine.model_runner is not None
     scheduler, slots = engine.scheduler, AdapterSlots(engine.config.max_loras, partial(_write, engine))
-    engine.adapters = AdapterRegistry(engine.config, engine.model_runner.model.adapters.shapes, slots)
+    stacks = engine.model_runner.model.adapters
+    engine.adapters = AdapterRegistry(engine.config, stacks.shapes, stacks.experts, slots)
     scheduler.make_queue = partial(AdapterQueue, scheduler, slots)  # type: ignore[method-assign]
     scheduler.reset()
 

@@ -18,13 +18,17 @@ from nanovllm.utils.context import get_context, of_tokens
 
 
 class LoRAStack(NamedTuple):
-    """The adapters of a layer, stacked by slot. R is the setting `max_lora_rank`."""
+    """The adapters of a layer, stacked by slot. R is the setting `max_lora_rank`.
 
-    a: torch.Tensor  # [slots, parts, R, inputs]
-    b: torch.Tensor  # [slots, outputs, R], times the scale of the adapter
+    A mixture of experts has a row of matrices for each slot and expert: row `slot * experts + expert`.
+    """
+
+    a: torch.Tensor  # [slots * experts, parts, R, inputs]
+    b: torch.Tensor  # [slots * experts, outputs, R], times the scale of the adapter
     ranks: torch.Tensor  # [slots, parts] int32, on the device; 0: the adapter does not change this part
     ends: torch.Tensor  # [parts] int32: the index after a part's last output
     max_outputs: int  # of a part
+    experts: int = 1  # of this rank
 
     @property
     def device(self) -> torch.device:
@@ -35,8 +39,8 @@ class LoRAStack(NamedTuple):
 def group_rows(slots: torch.Tensor, num_slots: int) -> Any:
     """Return the rows of each slot for `add_lora`.
 
-    In `slots` [T] int32, negative values mark rows without an adapter. This definition returns pairs of a slot and the
-    indices of its rows.
+    In `slots` [T] int32, negative values mark rows without an adapter. For experts, `slot * experts + expert` takes the
+    place of a slot. This definition returns pairs of a slot and the indices of its rows.
     """
     present = [slot for slot in slots.unique().tolist() if slot >= 0]
     return [(slot, (slots == slot).nonzero().flatten()) for slot in present]
@@ -47,7 +51,7 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, stack: LoRAStack, groups: Any) ->
     """Add B (A x) of each row's adapter to y [T, outputs] in place, for x [T, inputs]."""
     for slot, rows in groups:
         begin = 0
-        for part, (rank, end) in enumerate(zip(stack.ranks[slot].tolist(), stack.ends.tolist())):
+        for part, (rank, end) in enumerate(zip(stack.ranks[slot // stack.experts].tolist(), stack.ends.tolist())):
             if rank:
                 h = F.linear(x[rows], stack.a[slot, part, :rank])
                 y[rows, begin:end] += F.linear(h, stack.b[slot, begin:end, :rank])

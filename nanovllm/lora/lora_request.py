@@ -34,7 +34,8 @@ class Adapter:
 
     ranks: the rank of each module in `AdapterStacks.targets`. 0 means that the adapter does not change the module.
     weights: the matrices A [rank, inputs] and B [outputs, rank] of each changed module, one after another in a flat
-        tensor. B includes the scale of the adapter.
+        tensor. B includes the scale of the adapter. If the module is a projection of experts, A contains the matrices
+        of all experts, and so does B.
     salt: a 64-bit hash of the ranks and weights. Because of the salt, adapters share no cached prefixes.
     slot: where the adapter is stored on the devices, or None.
     """

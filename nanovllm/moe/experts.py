@@ -174,13 +174,14 @@ class Experts(nn.Module):
             index = expert - self.first_expert
             if len(pairs) and 0 <= index < self.num_stacked:
                 token = pairs // expert_ids.shape[1]
-                h = self.act_fn(self._linear(x[token], "gate_up_proj", index))
-                y = self._linear(h, "down_proj", index).float()
+                h = self.act_fn(self.linear(x[token], "gate_up_proj", index))
+                y = self.linear(h, "down_proj", index).float()
                 y *= weights.flatten()[pairs, None]
                 out.index_add_(0, token, y)
         return out.to(x.dtype)
 
-    def _linear(self, x: torch.Tensor, name: str, index: int) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, name: str, index: int) -> torch.Tensor:
+        """Multiply x [rows, inputs] by the stacked weight `name` of one of this rank's experts, and add the bias."""
         bias = getattr(self, f"{name}_bias")
         return linear(x, self.format.weight(self, name, index, x.dtype), None if bias is None else bias[index])
 

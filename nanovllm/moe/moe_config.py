@@ -31,6 +31,7 @@ class MoEConfig:
     intermediate_size: int  # of an expert
     renormalize: bool  # whether the weights of a token's experts add up to 1
     expert_parallel: bool = False  # each rank has whole experts; our setting, not the checkpoint's
+    stacks_shared: bool = True  # whether stacks may contain shared experts, which then can't have adapters; our setting
     num_shared: int = 0  # experts that every token uses: the last ones of the router and of the stacks
     is_next_to_mlp: bool = False  # whether the layers also have an MLP
     has_bias: bool = False  # whether the router and the experts, none of which are shared, have biases

@@ -97,7 +97,7 @@ def _prompts(saved: dict) -> dict[str, Any]:
 
 
 def _read_embedding(folder: Path, modules: dict[str, Path], raw: dict) -> dict[str, Any]:
-    """Return the fields of a PoolingConfig that the modules of sentence-transformers define."""
+    """Return those fields of a PoolingConfig whose values the modules of sentence-transformers define."""
     fields: dict[str, Any] = {"dimensions": tuple(raw.get("matryoshka_dimensions") or ())}
     if not modules:
         return fields

@@ -173,15 +173,23 @@ class PackedWeight:
         )
         if self.packed.group_ids is not None:
             self.packed.group_ids.fill_(-1)
-        self.parameters = {"weight": self._parameter("words", self._quantize)} if scheme.quantizes else {}
+        self.parameters = {name: nn.Parameter(torch.empty(0), requires_grad=False) for name in self._fields()}
+        self.move_to(self.packed)
+        if scheme.quantizes:
+            self.parameters["weight"].weight_loader = self._quantize  # type: ignore[attr-defined]
         for name, field, reader in scheme.tensors:
-            self.parameters[name] = self._parameter(field, partial(self._load, field, reader))
+            self.parameters[name].weight_loader = partial(self._load, field, reader)  # type: ignore[attr-defined]
 
-    def _parameter(self, field: str, load: Callable) -> nn.Parameter:
-        data = getattr(self.packed, field, None)
-        made = nn.Parameter(torch.empty(0) if data is None else data, requires_grad=False)
-        made.weight_loader = load  # type: ignore[attr-defined]
-        return made
+    def move_to(self, packed: Packed) -> None:
+        """Let the parameters and their loaders use these tensors, which have the same shapes."""
+        self.packed = packed
+        for name, field in self._fields().items():
+            if (data := getattr(packed, field, None)) is not None:
+                self.parameters[name].data = data
+
+    def _fields(self) -> dict[str, str]:
+        """Map the name of each parameter to a field of Packed."""
+        return {name: field for name, field, _ in self.scheme.tensors} or {"weight": "words"}
 
     def _quantize(self, _: torch.Tensor, weight, *arguments) -> torch.Tensor | None:
         """Quantize a shard of a 16-bit weight, and return the shard's scales."""

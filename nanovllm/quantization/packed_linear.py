@@ -39,11 +39,18 @@ class PackedLinear(WeightFormat):
 
     def __init__(self, layer: LinearBase, scheme: PackedScheme):
         shards, shape = [layer.shard(*shard_id) for shard_id in layer.shard_ids()], tuple(layer.weight.shape)
-        weight = PackedWeight(shape, scheme, shards, lambda *shard_id: (layer.shard(*shard_id), ()))
+        self.weight = PackedWeight(shape, scheme, shards, lambda *shard_id: (layer.shard(*shard_id), ()))
         del layer.weight
-        for name, parameter in weight.parameters.items():
+        for name, parameter in self.weight.parameters.items():
             setattr(layer, name, parameter)
-        self.packed = weight.packed
+
+    @property
+    def packed(self) -> Packed:
+        return self.weight.packed
+
+    def move_to_end(self, stack: Packed) -> None:
+        """Store the weight as the last one of a stack. The weight must not be loaded yet."""
+        self.weight.move_to(stack.of(-1))
 
     def linear(self, layer: LinearBase, x: Any, bias=None, split_k: int = 1, out=None) -> torch.Tensor:
         return packed_linear(x, self.packed, bias, None, split_k, out)

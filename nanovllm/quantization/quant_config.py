@@ -14,7 +14,7 @@ from nanovllm.kernels import ops_for
 from nanovllm.kernels.launch.gpu_features import has_fp8_units
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.linear import LinearBase
-from nanovllm.moe.experts import Experts, Router
+from nanovllm.moe.experts import Experts, ExpertsFormat, Router
 from nanovllm.quantization.packed import PackedScheme
 from nanovllm.quantization.packed_linear import PackedExperts, PackedLinear
 from nanovllm.quantization.scaled import QuantScheme
@@ -101,6 +101,12 @@ class QuantConfig:
                     [] if isinstance(module, Router) else [*stored_modules(path, module, model.packed_modules_mapping)]
                 )
                 self._prepare(path, module, names, make_linear, model.config.dtype, device)
+        for path, module in model.named_modules():
+            if getattr(module, "num_shared", 0):
+                parts = module.shared_expert.gate_up_proj, module.shared_expert.down_proj
+                if {hasattr(part, "format") for part in parts} != {type(module.experts.format) is not ExpertsFormat}:
+                    raise ValueError(f"{path}: its shared expert and its other experts are quantized in different ways")
+                module.stack_shared_expert()
         for module in model.modules() if quantizes_rows else ():
             consumer = getattr(getattr(module, "down_proj", None), "format", None)
             is_mlp = find_form(module) == "decoder:FusedMLP"  # another module may need unquantized results

@@ -54,11 +54,16 @@ class ScaledLinear(WeightFormat):
     def __init__(self, layer: LinearBase, scheme: QuantScheme):
         shape = tuple(layer.weight.shape)
         self.block = scheme.local_block([layer.shard(*shard_id) for shard_id in layer.shard_ids()], shape[1])
-        weight = ScaledWeight(shape, scheme, self.block, lambda *shard_id: (layer.shard(*shard_id), ()))
-        layer.weight = weight.values
+        self.weight = ScaledWeight(shape, scheme, self.block, lambda *shard_id: (layer.shard(*shard_id), ()))
+        layer.weight = self.weight.values
         if scheme.scale_name is not None:
-            setattr(layer, scheme.scale_name, weight.scales)
-        self.values, self.scales = weight.values.data, weight.scales.data
+            setattr(layer, scheme.scale_name, self.weight.scales)
+        self.values, self.scales = self.weight.values.data, self.weight.scales.data
+
+    def move_to_end(self, stack: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Store the weight as the last one of a stack of values and scales. The weight must not be loaded yet."""
+        self.values, self.scales = (tensor.data[-1] for tensor in stack)
+        self.weight.values.data, self.weight.scales.data = self.values, self.scales
 
     def linear(self, layer: LinearBase, x: Any, bias=None, split_k: int = 1, out=None) -> torch.Tensor:
         return scaled_linear(x, self.values, self.scales, bias, None, split_k, out)

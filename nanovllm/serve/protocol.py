@@ -270,7 +270,7 @@ class ChatBody(ChatFields, GenerationBody):
 
 
 def translated(form: type[ChatBody], fields: dict[str, Any]) -> ChatBody:
-    """Make a chat body from the fields of another endpoint. Error messages name the fields of the other endpoint."""
+    """Make a chat body from the body of another endpoint. Error messages use the field names of that endpoint."""
     try:
         return form.model_validate(fields)
     except ValidationError as validation_error:

@@ -137,7 +137,9 @@ class PinnedBlocks(HostBlocks):
         `copy_` would also run a kernel that gathers or scatters the layers on the device.
         """
         copy = Memcpy2D.of(target, source)
-        if max(copy.source.pitch, copy.target.pitch) > MAX_PITCH:  # the layers are too far apart for a single copy
+        if (
+            copy.height > 1 and max(copy.source.pitch, copy.target.pitch) > MAX_PITCH
+        ):  # the layers are too far apart for a single copy
             for layers in zip(target.view(copy.height, -1), source.view(copy.height, -1)):
                 self._copy(*layers)
         else:

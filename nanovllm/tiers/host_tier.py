@@ -62,7 +62,7 @@ class HostTier(Connector):
             self._copy("put", copies)
 
     def get(self, blocks: list[CachedBlock]) -> Callable[[], bool]:
-        if not all(self.contains(block_hash, token_ids) for block_hash, token_ids, _ in blocks):
+        if not all(self.contains(block.block_hash, block.token_ids) for block in blocks):
             raise OSError("host memory is too small for the blocks that leave the device and those that come back")
         entries = [self._entries[block.block_hash] for block in blocks]
         pairs = zip(blocks, entries)

@@ -14,7 +14,7 @@ from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.scheduling_policy import WaitingQueue
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.state_blocks import StateBlockManager
-from nanovllm.engine.window_blocks import WindowBlockManager
+from nanovllm.engine.window_blocks import Column, WindowBlockManager
 from nanovllm.tiers.connector import CachedBlock, Connector
 from nanovllm.utils.replace import replace_methods
 
@@ -105,10 +105,9 @@ class TieredBlockManager(BlockManager):
         self._flush()
 
     def evict(self, block: Block, block_hash: int) -> None:
-        content = self._content(block)
+        self._evicted += self._leaving(block)
         super().evict(block, block_hash)
-        self._stored.difference_update(content.block_ids)
-        self._evicted.append(content)
+        self._stored.discard(block.block_id)
 
     def clear_prefix_cache(self) -> None:
         super().clear_prefix_cache()
@@ -159,6 +158,16 @@ class TieredBlockManager(BlockManager):
 
     def _longest_prefix(self, seq: Sequence) -> list[Key]:
         """Return the keys of all contents that the longest cached prefix of `seq` needs, wherever they are."""
+        keys = self._known_blocks(seq)
+        end = last = len(keys)
+        while last > self._first_needed(end):  # look for the second contents of the blocks that end before `end`
+            last -= 1
+            if not self._is_somewhere(~keys[last][0], keys[last][1]):
+                end = last
+        return keys[:end] + [(~block_hash, token_ids) for block_hash, token_ids in keys[self._first_needed(end) : end]]
+
+    def _known_blocks(self, seq: Sequence) -> list[Key]:
+        """Return the keys of the blocks with which `seq` begins, wherever they are."""
         keys: list[Key] = []
         for i in range((len(seq.token_ids) - 1) // self.block_size):
             self._extend_hashes(seq, i + 1)
@@ -166,12 +175,7 @@ class TieredBlockManager(BlockManager):
             if not self._is_somewhere(*key):
                 break
             keys.append(key)
-        end = last = len(keys)
-        while last > self._first_needed(end):  # look for the second contents of the blocks that end before `end`
-            last -= 1
-            if not self._is_somewhere(~keys[last][0], keys[last][1]):
-                end = last
-        return keys[:end] + [(~block_hash, token_ids) for block_hash, token_ids in keys[self._first_needed(end) : end]]
+        return keys
 
     def _is_somewhere(self, block_hash: int, token_ids: list[int]) -> bool:
         is_near = self._ids_on_device(block_hash, token_ids) is not None or block_hash in self._arriving
@@ -259,15 +263,15 @@ class TieredBlockManager(BlockManager):
         block_id = self.hash_to_block_id.get(block_hash)
         return None if block_id is None or self.blocks[block_id].token_ids != token_ids else (block_id,)
 
-    def _content(self, block: Block) -> CachedBlock:
-        """Return what leaves the prefix cache when `block` is evicted."""
-        return CachedBlock(block.hash, block.token_ids, (block.block_id,))
+    def _leaving(self, block: Block) -> list[CachedBlock]:
+        """Return what must be stored when `block` is evicted."""
+        return [CachedBlock(block.hash, block.token_ids, (block.block_id,))]
 
     def _next_evicted(self) -> Iterator[CachedBlock]:
         """Yield what will be evicted next."""
         for block in (self.blocks[i] for i in islice(self.free_block_ids, NUM_AHEAD)):
             if block.hash != -1:
-                yield self._content(block)
+                yield from self._leaving(block)
 
     def _can_load(self, seq: Sequence, num_spare: int, prefix: list[Key]) -> bool:
         """Return whether `seq` fits, and what a load of `prefix` needs in addition."""
@@ -358,7 +362,58 @@ class TieredStates(TieredBlockManager, StateBlockManager):
 
 
 class TieredWindows(TieredBlockManager, WindowBlockManager):
-    """Also stores and loads the columns of window tables. A column has the second hash of its tokens."""
+    """Also stores and loads columns of the window tables. A column has the second hash of its tokens.
+
+    Most columns are freed behind the window of a running sequence. They only serve prompts that depart from this
+    sequence within the next few blocks, so they are not stored. Columns are stored at the end of a prompt, at the end
+    of a sequence, and at the end of a prefix that a second prompt shares.
+    """
+
+    def reset(self) -> None:
+        super().reset()
+        self._ends: dict[Sequence, set[int]] = {}  # columns of running sequences at such ends
+        self._passed: set[int] = set()  # the first ids of cached columns that are not stored
+
+    def allocate(self, seq: Sequence) -> None:
+        ends = len(self._known_blocks(seq)), (len(seq.token_ids) - 1) // self.block_size
+        self._ends[seq] = {i for end in ends for i in range(self._first_needed(end), end)}
+        super().allocate(seq)
+
+    def fork(self, seq: Sequence, other: Sequence) -> None:
+        self._ends[other] = self._ends[seq]
+        super().fork(seq, other)
+
+    def deallocate(self, seq: Sequence) -> None:
+        num_full = min(seq.num_computed_tokens, len(seq.token_ids)) // self.block_size
+        self._free_before(seq, num_full * self.block_size)
+        super().deallocate(seq)
+        del self._ends[seq]
+
+    def _free_before(self, seq: Sequence, position: int) -> None:
+        first, held = self._num_freed[seq], self._held(seq)
+        super()._free_before(seq, position)
+        for i in {*range(first, self._num_freed[seq])} - self._ends[seq]:
+            block = self.blocks[held[i - first][0]]
+            if not block.ref_count and block.hash != -1:
+                self._passed.add(block.block_id)
+
+    def _share(self, columns: list[Column]) -> None:
+        super()._share(columns)
+        self._passed.difference_update(column[0] for column in columns)
+
+    def clear_prefix_cache(self) -> None:
+        super().clear_prefix_cache()
+        self._passed.clear()
+
+    def contents(self) -> Iterator[CachedBlock]:
+        return (content for content in super().contents() if content.block_ids[0] not in self._passed)
+
+    def evict(self, block: Block, block_hash: int) -> None:
+        column = self.columns.get(block_hash, ())
+        super().evict(block, block_hash)
+        if block.block_id in column:
+            self._passed.discard(column[0])
+            self._stored.difference_update(column)
 
     def end_of_chunk(self, seq: Sequence, end: int) -> int:
         end = super().end_of_chunk(seq, end)
@@ -374,10 +429,11 @@ class TieredWindows(TieredBlockManager, WindowBlockManager):
         column = self.columns.get(~block_hash)
         return None if column is None or self.blocks[column[0]].token_ids != token_ids else column
 
-    def _content(self, block: Block) -> CachedBlock:
+    def _leaving(self, block: Block) -> list[CachedBlock]:
         column = self.columns.get(block.hash, ())
-        is_in_column = block.block_id in column
-        return CachedBlock(~block.hash, block.token_ids, column) if is_in_column else super()._content(block)
+        if block.block_id not in column:
+            return super()._leaving(block)
+        return [CachedBlock(~block.hash, block.token_ids, column)] if column[0] not in self._passed else []
 
     def _can_load(self, seq: Sequence, num_spare: int, prefix: list[Key]) -> bool:
         num_columns = sum(block_hash < 0 for block_hash, _ in prefix)

@@ -1,9 +1,10 @@
 """Measure what adapters cost: one stream, and many requests, without `enable_lora`, with it, and with adapters.
 
 usage: python tests/scripts/lora_costs.py MODEL [--load-format dummy] [--adapters 8] [--rank 16] [--requests 256]
-           [--input-len 512] [--output-len 256] [--dtype bfloat16]
+           [--input-len 512] [--output-len 256] [--dtype bfloat16] [--expert-rank 4]
 
-The adapters are random, and change all linear layers. Each request has an adapter, and neighbours have different ones.
+The adapters are random, and change all linear layers, and with `--expert-rank` also experts. Each request has an
+adapter, and neighbours have different ones.
 Prints output tokens per second, the better of two runs, and the ratio to the engine without `enable_lora`.
 """
 
@@ -20,15 +21,23 @@ from safetensors.torch import save_file
 from nanovllm import LLM, LoRARequest, SamplingParams
 
 
-def make_adapters(folder: Path, shapes: dict[str, tuple[int, int]], count: int, rank: int) -> list[LoRARequest]:
-    """Random adapters of modules with these inputs and outputs."""
+def make_adapters(folder: Path, registry: Any, count: int, rank: int, expert_rank: int) -> list[LoRARequest]:
+    """Random adapters of all modules in an AdapterRegistry."""
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": "all-linear"}
+    shapes = {name: ((rank, inputs), (outputs, rank)) for name, (inputs, outputs) in registry.shapes.items()}
+    if expert_rank:
+        parameters = ["experts.gate_up_proj", "experts.down_proj"]
+        config |= {"target_parameters": parameters, "rank_pattern": dict.fromkeys(parameters, expert_rank)}
+        for path, experts in registry.experts.items():
+            rows = experts.num_experts * expert_rank
+            for name, (inputs, outputs) in zip((f"{path}.base_layer", path), experts.parameters.values()):
+                shapes[name] = (rows, inputs), (outputs, rows)
     requests = []
     for number in range(1, count + 1):
         (own := folder / str(number)).mkdir()
         tensors = {}
-        for name, (inputs, outputs) in shapes.items():
-            for kind, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+        for name, pair in shapes.items():
+            for kind, shape in zip("AB", pair):
                 tensors[f"base_model.model.{name}.lora_{kind}.weight"] = 0.01 * torch.randn(shape).bfloat16()
         save_file(tensors, own / "adapter_model.safetensors")
         (own / "adapter_config.json").write_text(json.dumps(config))
@@ -55,7 +64,8 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--dtype", default="auto")
-    for name, default in (("adapters", 8), ("rank", 16), ("requests", 256), ("input-len", 512), ("output-len", 256)):
+    sizes_of_runs = ("requests", 256), ("input-len", 512), ("output-len", 256)
+    for name, default in (("adapters", 8), ("rank", 16), ("expert-rank", 0), *sizes_of_runs):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     settings = {"load_format": options.load_format, "dtype": options.dtype, "seed": 0}
@@ -70,9 +80,10 @@ def main() -> None:
     with LLM(options.model, **settings) as llm:
         measure("without enable_lora")
     lora = {"enable_lora": True, "max_loras": options.adapters, "max_lora_rank": options.rank}
+    lora |= {"max_expert_lora_rank": options.expert_rank}
     with LLM(options.model, **settings, **lora) as llm, TemporaryDirectory() as folder:
         measure("without adapters")
-        adapters = make_adapters(Path(folder), llm.core.adapters.shapes, options.adapters, options.rank)
+        adapters = make_adapters(Path(folder), llm.core.adapters, options.adapters, options.rank, options.expert_rank)
         for adapter in adapters:
             llm.add_lora(adapter)
         measure("with adapters", adapters)

@@ -34,8 +34,9 @@ class LoRATiles(NamedTuple):
     tile_k: int  # inputs
     tile_n: int  # outputs
     splits: int  # of the inputs
-    slots: int
+    slots: int  # for experts, slots * experts
     padded_slots: int  # a power of two
+    experts: int
     parts: int
     max_rank: int
 
@@ -85,7 +86,7 @@ def _shrink_kernel(
     r_tiles: tl.constexpr = (TILES.max_rank + TILES.tile_r - 1) // TILES.tile_r
     part = tl.program_id(2) // r_tiles
     r = tl.program_id(2) % r_tiles * TILES.tile_r + tl.arange(0, TILES.tile_r)
-    rank = tl.load(rank_ptr + slot * rank_stride + part, slot < TILES.slots, 0)
+    rank = tl.load(rank_ptr + slot // TILES.experts * rank_stride + part, slot < TILES.slots, 0)
     m = first + tl.arange(0, TILES.tile_m)
     a_ptrs = a_ptr + ((slot * TILES.parts + part).to(tl.int64) * TILES.max_rank + r[:, None]) * K
     begin = split * k_per_split
@@ -131,7 +132,7 @@ def _expand_kernel(
     SPLITS: tl.constexpr = TILES.splits
     slot, first, end = _rows_of_tile(group_ptrs.starts, TILES)
     part = tl.program_id(2)
-    rank = tl.load(rank_ptr + slot * rank_stride + part, slot < TILES.slots, 0)
+    rank = tl.load(rank_ptr + slot // TILES.experts * rank_stride + part, slot < TILES.slots, 0)
     part_begin = tl.load(part_end_ptr + part - 1, part > 0, 0)
     part_end = tl.load(part_end_ptr + part)
     m = first + tl.arange(0, TILES.tile_m)
@@ -173,7 +174,8 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, stack, groups: RowGroups) -> None
     splits = 2 ** (splits.bit_length() - 1)  # a power of two, because each number of splits needs a compiled kernel
     k_per_split = triton.cdiv(k, splits * tile_k) * tile_k
     tiles = LoRATiles(
-        *(tile_m, tile_r, tile_k, tile_n, splits), *(slots, triton.next_power_of_2(slots), parts, max_rank)
+        *(tile_m, tile_r, tile_k, tile_n, splits),
+        *(slots, triton.next_power_of_2(slots), stack.experts, parts, max_rank),
     )
     h = torch.empty((splits, parts, num_rows, max_rank), dtype=torch.float32, device=x.device)
     rank_stride = stack.ranks.stride(0)

@@ -46,21 +46,33 @@ class GatedAttention(Qwen3Attention):
 class SharedExpertMoE(MoE):
     """A mixture of experts, and a shared expert that every token uses.
 
-    If the shared expert has the shape of the other experts, it is the last expert in the stacked weights, and the
-    router's weight includes the shared expert's gate. The shared expert's parameters are then views of the stacked
-    weights, and loading fills the views. With expert parallelism or quantization, nothing is stacked.
+    If the shared expert has the shape and the weight format of the other experts, it is the last expert in the stacked
+    weights, and the router's weight includes the shared expert's gate. The shared expert's parameters are then views of
+    the stacked weights, and loading fills the views. With expert parallelism or adapters, nothing is stacked.
     """
 
-    def __init__(self, config: ModelConfig):
-        size, moe = config.hybrid.shared_size, config.moe
-        is_alike = size == moe.intermediate_size and not moe.expert_parallel and config.quantization is None
+    def __init__(self, config: ModelConfig, layer_index: int):
+        size, moe, quantization = config.hybrid.shared_size, config.moe, config.quantization
+        is_alike = size == moe.intermediate_size and moe.stacks_shared and not moe.expert_parallel
+        if is_alike and quantization is not None:
+            paths = [f"model.layers.{layer_index}.mlp.{name}" for name in ("experts.0", "shared_expert")]
+            parts = [f"{path}.{name}_proj" for path in paths for name in ("gate", "up", "down")]
+            is_alike = len({quantization.scheme_of(part) for part in parts}) == 1
         super().__init__(config.hidden_size, replace(moe, num_shared=int(is_alike)))
         self.shared_expert = Qwen3MLP(replace(config, intermediate_size=size))
         self.shared_expert_gate = SigmoidGate(config.hidden_size)
-        if is_alike:
-            self.shared_expert.gate_up_proj.weight.data = self.experts.gate_up_proj.data[-1]
-            self.shared_expert.down_proj.weight.data = self.experts.down_proj.data[-1]
-            self.shared_expert_gate.weight.data = self.gate.weight.data[-1:]
+        if is_alike and quantization is None:
+            self.stack_shared_expert()
+
+    def stack_shared_expert(self) -> None:
+        """Replace the shared expert's parameters by views of the stacked weights. The formats must be known."""
+        stacks = self.experts.format.stacks(self.experts)
+        for layer, stack in zip((self.shared_expert.gate_up_proj, self.shared_expert.down_proj), stacks):
+            if hasattr(layer, "format"):
+                layer.format.move_to_end(stack)
+            else:  # not quantized
+                layer.weight.data = stack.data[-1]
+        self.shared_expert_gate.weight.data = self.gate.weight.data[-1:]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mixed = super().forward(x)
@@ -132,7 +144,7 @@ class HybridForCausalLM(Qwen3ForCausalLM):
     @staticmethod
     def make_mlp(config: ModelConfig, layer_index: int) -> nn.Module:
         has_experts = config.moe and layer_index in config.moe.layers
-        return SharedExpertMoE(config) if has_experts else Qwen3MLP(config)
+        return SharedExpertMoE(config, layer_index) if has_experts else Qwen3MLP(config)
 
     @classmethod
     def read_config(cls, raw: dict, file: Path) -> dict:

@@ -6,10 +6,11 @@ import torch
 
 from nanovllm.kernels.linear.gemv import gemv
 from nanovllm.kernels.linear.tiles import NO_NORM
-from nanovllm.moe.kernels.moe_gemm import moe_gemm, sum_local_parts
+from nanovllm.moe.kernels.moe_gemm import choose_tile_m, grouped_product, moe_gemm, sum_local_parts
 from nanovllm.moe.kernels.moe_gemv import MAX_GEMV_TOKENS, moe_gemv
-from nanovllm.moe.kernels.moe_routing import Routing, route, router_logits
-from nanovllm.moe.kernels.packed_experts import packed_experts
+from nanovllm.moe.kernels.moe_routing import Routing, route, router_logits, sort_by_expert
+from nanovllm.moe.kernels.packed_experts import grouped_packed_product, packed_experts
+from nanovllm.quantization.kernels.packed_gemm import FEW_ROWS, packed_tiles
 
 
 def mix_experts(x, layer, slot_mapping):
@@ -39,6 +40,25 @@ def sum_experts(x, experts, weights, expert_ids):
 def sum_by_gemm(x, experts, weights, expert_ids, packed=packed_experts):
     routing = Routing(weights, expert_ids.int(), experts.num_experts)
     return sum_local_parts(_parts(x, routing, experts, packed), routing, experts.first_expert, experts.num_stacked)
+
+
+def expert_linear(x, experts, name, expert_ids):
+    """Multiply each row of x [P, inputs] by its expert's weight, as the second GEMM of tokens with a single choice."""
+    if len(x) == 0:
+        return NotImplemented
+    is_down, form = name == "down_proj", experts.format
+    weight, bias = form.stacks(experts)[is_down], experts.down_proj_bias if is_down else experts.gate_up_proj_bias
+    routing = Routing(x.new_ones(len(x), 1, dtype=torch.float32), expert_ids.int()[:, None], experts.num_experts)
+    tile_m = choose_tile_m(len(x), experts.num_experts, form.is_scaled)
+    if form.is_packed:
+        tiles = packed_tiles(len(x) if len(x) <= FEW_ROWS else tile_m)
+        tile_m = tiles.tile_m
+    rows = sort_by_expert(routing.expert_ids, experts.first_expert, experts.num_local, tile_m)
+    x = x[rows.pairs.clamp(0, len(x) - 1)]  # the last pairs are unwritten if other ranks have their experts
+    out = x.new_zeros(1, len(x), experts.hidden_size if is_down else 2 * experts.local_size)
+    if form.is_packed:
+        return grouped_packed_product(x, weight, bias, rows, routing, tiles, out)[0]
+    return grouped_product(x, weight, bias, rows, routing, out, form.quantizes_activations)[0]
 
 
 def suits_gemv(experts) -> bool:

@@ -36,12 +36,13 @@ SCALED_DOWN = {16: Tiles(128, 128, 4, 4), 32: Tiles(128, 128, 3, 4), 64: Tiles(1
 MAX_SCALED_TILE_M = 64
 
 
-def choose_tile_m(num_pairs: int, num_experts: int) -> int:
+def choose_tile_m(num_pairs: int, num_experts: int, is_scaled: bool = False) -> int:
     """Return the smallest TILE_M that is at least 1.5 times the mean number of rows per expert, but at most 128.
 
-    A smaller tile would reread the expert's weights more often.
+    A smaller tile would reread the expert's weights more often. With scales, TILE_M is at most MAX_SCALED_TILE_M.
     """
-    return next((size for size in (16, 32, 64) if 2 * size * num_experts >= 3 * num_pairs), 128)
+    tile_m = next((size for size in (16, 32, 64) if 2 * size * num_experts >= 3 * num_pairs), 128)
+    return min(tile_m, MAX_SCALED_TILE_M) if is_scaled else tile_m
 
 
 @triton.jit
@@ -129,7 +130,7 @@ def _grouped_kernel(
     tl.store(out, y.to(out_ptr.dtype.element_ty).T, is_used[:, None] & (n < N)[None, :])
 
 
-def _grouped_product(
+def grouped_product(
     x: torch.Tensor,
     weight: Weight,
     bias: torch.Tensor | None,
@@ -139,7 +140,10 @@ def _grouped_product(
     quantize: bool,
     activation: tuple | None = None,
 ) -> torch.Tensor:
-    """Fill `out` with the result of the first GEMM [rows, size] or the second GEMM [top_k, T, hidden]."""
+    """Fill `out` with the result of the first GEMM [rows, size] or the second GEMM [top_k, T, hidden].
+
+    The second GEMM needs the rows of x in the order of `rows`.
+    """
     is_gated, is_scaled, is_float32 = out.dim() == 2, isinstance(weight, tuple), x.dtype == torch.float32
     is_for_hopper = rows.tile_m == 128 and not is_gated and not is_float32 and bias is None
     if is_for_hopper and out.shape[2] % 256 == 0 and has_hopper_kernels():
@@ -192,14 +196,13 @@ def moe_gemm(
     """
     is_scaled = isinstance(down, tuple)
     num_local, hidden, size = (down[0] if is_scaled else down).shape
-    tile_m = choose_tile_m(routing.expert_ids.numel(), routing.num_experts)
-    tile_m = min(MAX_SCALED_TILE_M, tile_m) if is_scaled else tile_m
+    tile_m = choose_tile_m(routing.expert_ids.numel(), routing.num_experts, is_scaled)
     rows = sort_by_expert(routing.expert_ids, first_expert, num_local, tile_m)
     h = x.new_empty(len(rows.pairs), size)
-    _grouped_product(x, gate_up, biases[0], rows, routing, h, quantize, activation)
+    grouped_product(x, gate_up, biases[0], rows, routing, h, quantize, activation)
     if out is None:
         out = x.new_empty(routing.weights.shape[1], len(x), hidden)
-    return _grouped_product(h, down, biases[1], rows, routing, out, quantize)
+    return grouped_product(h, down, biases[1], rows, routing, out, quantize)
 
 
 class SumSizes(NamedTuple):

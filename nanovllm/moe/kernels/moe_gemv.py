@@ -104,7 +104,7 @@ def _down_gemv_kernel(
 
 @triton.jit
 def _scales_of_parts(scale_ptr, begin, k, SHAPE: tl.constexpr):
-    """Load the scales [parts] of columns `begin + k`, or ones if a block spans the row.
+    """Load the scales [parts] of columns `begin + k`, or the value 1 if a block spans the row.
 
     `k` [parts, LANE] comes from `columns_of_parts`.
     """

@@ -76,7 +76,7 @@ def _packed_grouped_kernel(
     tl.store(out, y.to(out_ptr.dtype.element_ty).T, is_used[:, None] & (n < N)[None, :])
 
 
-def _grouped_product(
+def grouped_packed_product(
     x: torch.Tensor,
     weight,
     bias,
@@ -193,6 +193,6 @@ def grouped_packed_experts(
     tiles = packed_tiles(len(x) if len(x) <= FEW_ROWS else choose_tile_m(num_pairs, routing.num_experts))
     rows = sort_by_expert(routing.expert_ids, first_expert, num_local, tiles.tile_m)
     h = x.new_empty(len(rows.pairs), down.k)
-    _grouped_product(x, gate_up, biases[0], rows, routing, tiles, h, activation)
+    grouped_packed_product(x, gate_up, biases[0], rows, routing, tiles, h, activation)
     out = x.new_empty(routing.weights.shape[1], len(x), hidden)
-    return _grouped_product(h, down, biases[1], rows, routing, tiles, out)
+    return grouped_packed_product(h, down, biases[1], rows, routing, tiles, out)
