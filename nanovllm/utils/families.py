@@ -21,17 +21,20 @@ MODELS |= {
 
 
 def find_model_type(raw: dict, file: Path) -> str:
-    """Return the key in MODELS for a config.json, by its `model_type`, its text model, or its `architectures`.
+    """Return the key in MODELS for a config.json, by its `model_type`. Other entries decide if the type is unknown."""
+    model_type = str(raw.get("model_type"))
+    return model_type if model_type in MODELS else find_by_architecture(raw, file)
 
-    Only a text model makes this function import a family. Raises ValueError if no entry is supported.
+
+def find_by_architecture(raw: dict, file: Path) -> str:
+    """Return the key in MODELS for the text model or the `architectures` of a config.json.
+
+    Only a text model makes this function import its family. Raises ValueError if MODELS has no such key.
     """
-    if (model_type := str(raw.get("model_type"))) in MODELS:
-        return model_type
-    text = raw.get("text_config")
+    text, architectures = raw.get("text_config"), raw.get("architectures") or ()
     text_type = text.get("model_type") if isinstance(text, dict) else None
     if text_type in MODELS and getattr(model_class(text_type), "may_be_nested", False):
         return text_type
-    architectures = raw.get("architectures") or ()
     for family, location in MODELS.items():
         if location.split(":")[1] in architectures:
             return family
