@@ -268,10 +268,10 @@ class TieredBlockManager(BlockManager):
         return [CachedBlock(block.hash, block.token_ids, (block.block_id,))]
 
     def _next_evicted(self) -> Iterator[CachedBlock]:
-        """Yield what will be evicted next."""
-        for block in (self.blocks[i] for i in islice(self.free_block_ids, NUM_AHEAD)):
-            if block.hash != -1:
-                yield from self._leaving(block)
+        """Yield what will be evicted next, and may not be stored yet."""
+        for block_id in islice(self.free_block_ids, NUM_AHEAD):
+            if block_id not in self._stored and self.blocks[block_id].hash != -1:
+                yield from self._leaving(self.blocks[block_id])
 
     def _can_load(self, seq: Sequence, num_spare: int, prefix: list[Key]) -> bool:
         """Return whether `seq` fits, and what a load of `prefix` needs in addition."""
@@ -322,10 +322,10 @@ class TieredStates(TieredBlockManager, StateBlockManager):
         num_rows = max(0, NUM_SNAPSHOTS_AHEAD - len(self.rows.free_others) - len(self.rows.free_indices))
         for block_id in islice(self.snapshots, num_rows):
             yield from self._snapshot(block_id, self.snapshots[block_id])
-        for content in super()._next_evicted():
-            yield content
-            if (row := self.snapshots.get(content.block_ids[0])) is not None:
-                yield from self._snapshot(content.block_ids[0], row)
+        yield from super()._next_evicted()
+        for block_id in islice(self.free_block_ids, NUM_AHEAD):
+            if (row := self.snapshots.get(block_id)) is not None:
+                yield from self._snapshot(block_id, row)
 
     def _can_load(self, seq: Sequence, num_spare: int, prefix: list[Key]) -> bool:
         return self._row_for_load() is not None and super()._can_load(seq, num_spare, prefix)
