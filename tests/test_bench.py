@@ -336,7 +336,7 @@ def test_the_model_of_a_shape(monkeypatch, capsys):
         ENGINES, "vllm", lambda *arguments: seen.update(vllm_settings(*arguments[:2])) or fake(arguments[2])
     )
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda *args: args == ("vllm",) or find_spec(*args))
+    monkeypatch.setattr("nanovllm.benchmarks.arguments.find_spec", lambda *args: args == ("vllm",) or find_spec(*args))
     monkeypatch.setattr(engines, "run_in_process", lambda function, *arguments: function(*arguments))
     options = ["--num-seqs", "2", "--max-input-len", "10", "--max-output-len", "4", "--kv-cache-dtype", "fp8"]
     main(monkeypatch, "--shape", "small", "--compare", "vllm", "--workload", "headline", "--device", "cpu", *options)
@@ -368,7 +368,7 @@ def test_drafts_of_a_shape(monkeypatch, capsys, method):
 
     monkeypatch.setitem(ENGINES, "vllm", run_vllm)
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda *args: args == ("vllm",) or find_spec(*args))
+    monkeypatch.setattr("nanovllm.benchmarks.arguments.find_spec", lambda *args: args == ("vllm",) or find_spec(*args))
     monkeypatch.setattr(engines, "run_in_process", lambda function, *arguments: function(*arguments))
     given = {"method": method, "disable_by_batch_size": 3} | IMPOSED | DRAFTING[method]
     options = ["--max-input-len", "9", "--max-output-len", "8", "--speculative-config", json.dumps(given), *CPU]
@@ -415,7 +415,9 @@ def test_progress(monkeypatch, capsys):
     for engine in ("nanovllm", "transformers"):
         monkeypatch.setitem(ENGINES, engine, lambda model, settings, workloads: fake(workloads))
     monkeypatch.setattr(engines, "run_in_process", lambda function, *arguments: function(*arguments))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else SimpleNamespace())
+    monkeypatch.setattr(
+        "nanovllm.benchmarks.arguments.find_spec", lambda name: None if name == "vllm" else SimpleNamespace()
+    )
     with pytest.raises(SystemExit, match="2"):
         main(monkeypatch, "--compare", "transformers,vllm", "--workload", "single", "--device", "cpu")
     assert "--compare vllm: is not installed" in capsys.readouterr().err
@@ -602,7 +604,7 @@ def test_several_workloads_in_one_run(monkeypatch, capsys):
     for engine in ("nanovllm", "vllm"):
         monkeypatch.setitem(ENGINES, engine, lambda *arguments: calls.append(1) or fake(arguments[2]))
     monkeypatch.setattr(engines, "run_in_process", lambda function, *arguments: function(*arguments))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr("nanovllm.benchmarks.arguments.find_spec", lambda name: True)
     main(monkeypatch, "--workload", "all,batches", "--batch-sizes", "2,3", "--compare", "vllm", "--device", "cpu")
     out = capsys.readouterr().out
     assert len(calls) == 2 and all(f"\n{name}: " in out for name in ("headline", "single", "prefill", "batch of 3"))
@@ -880,7 +882,7 @@ def test_interrupted_sweep(monkeypatch, capsys, tmp_path):
     """Ctrl-C in the second of three batch sizes: the first is in the table and in the picture. No other engine runs."""
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(engines, "run_in_process", lambda function, *arguments: function(*arguments))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace())
+    monkeypatch.setattr("nanovllm.benchmarks.arguments.find_spec", lambda name: SimpleNamespace())
     monkeypatch.setitem(ENGINES, "vllm", lambda *_: pytest.fail("another engine"))
     generate, num_calls = LLM.generate, 0
 
@@ -1025,7 +1027,7 @@ def test_plot(workload, monkeypatch, capsys, tmp_path):
         monkeypatch.setitem(functions, "nanovllm", fake_sweep(0.01))
         monkeypatch.setitem(functions, "vllm", fake_sweep(0.02))
     monkeypatch.setattr(engines, "run_in_process", lambda function, *arguments: function(*arguments))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace())
+    monkeypatch.setattr("nanovllm.benchmarks.arguments.find_spec", lambda name: SimpleNamespace())
     pictures = []
     for name in ("a.svg", "b.svg"):
         arguments = ["--workload", workload, "--compare", "vllm", "--plot", str(tmp_path / name), "--device", "cpu"]
@@ -1123,7 +1125,7 @@ def fake_server(monkeypatch, tmp_path):
 
         modes.extend(some)
         monkeypatch.setattr(http, "running_server", fake)
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+        monkeypatch.setattr("nanovllm.benchmarks.arguments.find_spec", lambda name: True)
         return commands
 
     yield use

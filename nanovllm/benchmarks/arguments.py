@@ -87,13 +87,13 @@ throughput are measured on this device under load. With several ranks, both rate
 """
 
 import argparse
-import importlib.util
 import json
 import re
 import shlex
 import tempfile
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -182,7 +182,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
     args = parser.parse_args(arguments)
     args.workload = args.name or args.workload
     names, first = ",".join(args.workload), args.workload[0]
-    if (args.figure or args.plot) and importlib.util.find_spec("matplotlib") is None:
+    if (args.figure or args.plot) and find_spec("matplotlib") is None:
         parser.error("--figure and --plot need matplotlib, which `pip install 'nano-vllm[plot]'` installs")
     if first in STEPPED and (missing := [engine for engine in args.compare if engine not in STEPPED_ENGINES]):
         parser.error(f"--compare {missing[0]}: --workload {first} compares with vllm only")
@@ -197,7 +197,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
             parser.error(f"{flag}: --workload {names} must be one of {', '.join(users)}{meant}")
     if args.compare and first == "host":
         parser.error("--compare: --workload host measures this package alone")
-    if missing := [engine for engine in args.compare if importlib.util.find_spec(engine) is None]:
+    if missing := [engine for engine in args.compare if find_spec(engine) is None]:
         parser.error(f"--compare {missing[0]}: is not installed in this environment; pip install {missing[0]}")
     if args.rounds and first in (*STEPPED, "http"):
         parser.error(f"--rounds: --workload {first} has runs of its own")
