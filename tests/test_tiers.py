@@ -939,6 +939,22 @@ def test_blocks_survive_a_restart(restarted, small_model, requests, expected, na
     assert tiers["disk_blocks"] > 10 and (tiers["lost_copies"] == 0 or name == "few blocks")
 
 
+@pytest.mark.gpu
+def test_blocks_survive_a_restart_on_a_gpu(make_llm, requests, monkeypatch, tmp_path):
+    """Files are written after copies to pinned memory, and read before copies from it."""
+    monkeypatch.setattr(host_blocks, "HostBlocks", HostBlocks)
+    sizes = SMALL | dict(model="tiny-qwen3", device="cuda", dtype="float32", kvcache_block_size=256)
+    rng = random.Random(0)
+    long = [([*prompt, *rng.choices(range(256, 2040), k=600)], params) for prompt, params in requests[:16]]
+    expected = answers(make_llm(**sizes | {"num_kvcache_blocks": 400}), long)
+    for _ in range(2):
+        llm = make_llm(swap_space=1.0, swap_dir=str(tmp_path), **sizes)
+        same = [mine == theirs for mine, theirs in zip(answers(llm, long), expected)]
+        tiers = llm.stats()["tiers"]
+        llm.exit()
+    assert tiers["disk_blocks"] > 10 and tiers["lost_copies"] == 0 and sum(same) >= 0.9 * len(same)
+
+
 def test_states_and_windows_survive_a_restart(restarted, other):
     for _ in range(2):
         tokens, tiers = restarted(other.folder, other.requests[:9], num_rows=3000)
