@@ -887,12 +887,13 @@ def test_files_of_blocks(tmp_path):
     files.touch(-1)
     files.read(~1, [1, 7, 2**31 - 1], found)
     np.testing.assert_array_equal(found, rows_of_file(1))
+    (tmp_path / "1 (copy).block").write_bytes(b"a user made this file")
     (tmp_path / "left over.tmp").write_bytes(b"torn")
     os.utime(tmp_path / "left over.tmp", (0, 0))
     size = files.write(5, [1], rows_of_file(5))
     later = BlockFiles(tmp_path, max_bytes=3 * size + 16)  # too little for the four files
     assert [i in later for i in (-1, -2, -3, 5)] == [True, False, True, True]
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["-1.block", "-3.block", "5.block"]
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["-1.block", "-3.block", "1 (copy).block", "5.block"]
     with pytest.raises(OSError, match=r"-2\.block"):
         files.read(~1, [1, 7, 2**31 - 1], found)  # the other engine has deleted this file
 
@@ -990,6 +991,32 @@ def test_bad_and_slow_files(restarted, small_model, requests, expected, monkeypa
     assert not [*(tmp_path / "swap").rglob("*.tmp")]
 
 
+def test_rows_are_read_into_when_copies_have_ended(restarted, small_model, requests, expected, monkeypatch):
+    """A thread must not write to a row of host memory before earlier copies from the device to this row."""
+    restarted(small_model, requests[:17], num_rows=20)
+    questions = []
+
+    def end_of_puts(self):
+        return lambda: questions.append(0) or len(questions) % 3 == 0
+
+    monkeypatch.setattr(HostBlocks, "end_of_puts", end_of_puts)
+    tokens, tiers = restarted(small_model, requests[:17], num_rows=20)
+    assert tokens == expected[:17] and tiers["disk_blocks"] > 0 and len(questions) > 10
+
+
+def test_exit_does_not_wait_for_slow_files(restarted, small_model, requests, monkeypatch, caplog):
+    write = BlockFiles.write
+
+    def slow_write(self, *arguments):
+        sleep(0.1)
+        return write(self, *arguments)
+
+    monkeypatch.setattr(BlockFiles, "write", slow_write)
+    monkeypatch.setattr("nanovllm.tiers.disk_tier.EXIT_SECONDS", 0.05)
+    restarted(small_model, requests[:9])
+    assert "not all cache blocks could be written" in caplog.text
+
+
 def test_files_are_bounded(restarted, small_model, requests, tmp_path):
     restarted(small_model, requests[:17], swap_dir_space=gib(7, small_model))
     files = [*(tmp_path / "swap").rglob("*.block")]
@@ -1015,7 +1042,7 @@ def test_files_of_other_weights_are_not_used(small_model, requests, expected, tm
         assert others != expected[:9] and llm.stats()["tiers"]["disk_blocks"] == 0
     tokens, num_read = run()
     assert tokens == expected[:9] and num_read > 0
-    assert run(kvcache_block_size=32)[1] == 0
+    assert run(kvcache_block_size=32)[1] == run(batch_invariant=True)[1] == 0
     save_file(changed, model / "model.safetensors")
     assert run() == (others, 0)
 

@@ -108,7 +108,7 @@ class PackedStack(PackedWeight):
             return super()._quantize(target, weight, *arguments)
         for part, *arguments in self._parts(weight):
             super()._quantize(target, part, *arguments)
-        return self.packed.scales
+        return self.packed.scales[: self.num_local]  # a shared expert is loaded separately
 
     def _load(self, field: str, read: Callable, target: torch.Tensor, weight, *arguments) -> torch.Tensor | None:
         """Load a tensor of one expert, or of all experts if `arguments` is empty."""

@@ -70,4 +70,4 @@ class StackedWeight(ScaledWeight):
             of_expert = weight[self.first_expert + index]
             for shard, part in zip(self.shards.values(), of_expert.split(sizes)):
                 self.quantize_shard(part, shard, (index,))
-        return self.scales.data
+        return self.scales.data[: self.num_local]  # a shared expert is loaded separately

@@ -2,10 +2,16 @@
 
 import os
 from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from struct import Struct
+from threading import Thread
 from time import time
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -17,6 +23,43 @@ HEADER = Struct("<8s16sQ")  # magic, checksum of all bytes that follow the heade
 MAGIC = b"nvllmkv1"  # another number if blocks of equal shape store something else
 SUFFIX = ".block"
 MAX_WRITE_SECONDS = 600
+
+
+class DamagedFileError(OSError):
+    """A file is incomplete, was changed, or stores another block."""
+
+
+class FileThreads:
+    """Threads that read and write files.
+
+    They are daemon threads. An engine may write its last blocks when Python exits, which is after the threads of
+    `concurrent.futures` have ended.
+    """
+
+    def __init__(self, count: int):
+        self._work: SimpleQueue[tuple[Future, Callable[[], Any]] | None] = SimpleQueue()
+        self._threads = [Thread(target=self._run, name="nanovllm-files", daemon=True) for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, function: Callable, *arguments: Any) -> Future:
+        future: Future = Future()
+        self._work.put((future, partial(function, *arguments)))
+        return future
+
+    def close(self) -> None:
+        """End the threads after the submitted work."""
+        for _ in self._threads:
+            self._work.put(None)
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            future, work = item
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work())
+                except BaseException as error:
+                    future.set_exception(error)
 
 
 class BlockFiles:
@@ -32,11 +75,14 @@ class BlockFiles:
         """`max_bytes` limits the size of all files together. Files of earlier engines are used and count."""
         self.folder, self.max_bytes = folder, max_bytes
         for file in folder.glob("*.tmp"):  # an engine may have ended early, or may write this file now
-            if file.stat().st_mtime < time() - MAX_WRITE_SECONDS:
-                file.unlink(missing_ok=True)
-        found = [(file, file.stat()) for file in folder.glob(f"*{SUFFIX}")]
-        found.sort(key=lambda pair: pair[1].st_mtime_ns)
-        self._sizes = OrderedDict((int(file.stem), stat.st_size) for file, stat in found)  # by hash
+            with suppress(FileNotFoundError):
+                if file.stat().st_mtime < time() - MAX_WRITE_SECONDS:
+                    file.unlink()
+        found = []
+        for file in folder.glob(f"*{SUFFIX}"):
+            with suppress(FileNotFoundError, ValueError):  # deleted by another engine, or not written by an engine
+                found.append((file.stat().st_mtime_ns, int(file.stem), file.stat().st_size))
+        self._sizes = OrderedDict((block_hash, num_bytes) for _, block_hash, num_bytes in sorted(found))
         self._num_bytes = sum(self._sizes.values())
         self._delete_oldest()
 
@@ -85,21 +131,21 @@ class BlockFiles:
         return num_bytes
 
     def read(self, block_hash: int, token_ids: list[int], rows: list[np.ndarray]) -> None:
-        """Read a file into `rows`. Raises OSError if the file is missing, damaged, or stores other token ids.
+        """Read a file into `rows`.
 
-        In this case, `rows` may contain anything.
+        Raises DamagedFileError, or another OSError if the file can't be read. `rows` may then contain anything.
         """
         path, expected_ids = self._path(block_hash), packed_ids(token_ids)
         with path.open("rb", buffering=0) as file:
             header = file.read(HEADER.size)
             if len(header) < HEADER.size or not header.startswith(MAGIC):
-                raise OSError(f"{path}: is not a file of cache blocks")
+                raise DamagedFileError(f"{path}: is not a file of cache blocks")
             _, checksum, num_id_bytes = HEADER.unpack(header)
             if num_id_bytes != len(expected_ids) or file.read(num_id_bytes) != expected_ids:
-                raise OSError(f"{path}: stores other token ids")
+                raise DamagedFileError(f"{path}: stores other token ids")
             is_complete = all(_read_into(file, row) for row in rows) and not file.read(1)
         if not is_complete or _checksum([expected_ids, *rows]) != checksum:
-            raise OSError(f"{path}: is damaged")
+            raise DamagedFileError(f"{path}: is damaged")
 
     def _delete_oldest(self) -> None:
         while self._num_bytes > self.max_bytes:

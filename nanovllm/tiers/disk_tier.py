@@ -2,10 +2,9 @@
 
 import json
 import logging
-import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,11 +14,12 @@ from time import monotonic, sleep
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
+import torch
 import xxhash
 
 from nanovllm.cache.block_copies import block_parts
 from nanovllm.engine.engine import Engine
-from nanovllm.tiers.block_files import BlockFiles
+from nanovllm.tiers.block_files import BlockFiles, DamagedFileError, FileThreads
 from nanovllm.tiers.connector import CachedBlock
 from nanovllm.tiers.host_tier import Entry, HostTier, use_host_tier
 from nanovllm.tiers.tiered_blocks import TieredBlockManager
@@ -32,7 +32,8 @@ T = TypeVar("T")
 logger = logging.getLogger("nanovllm")
 NUM_THREADS = 4
 EXIT_SECONDS = 10.0  # `exit` writes blocks for at most this long
-SALT = "salt"  # a file
+SALT, SALT_BYTES = "salt", 8  # a file
+SAMPLE_BYTES = 2**20
 
 
 @dataclass(slots=True)
@@ -50,7 +51,9 @@ class Read:
 
     blocks: list[CachedBlock]
     kept: list[Entry]  # entries of the other blocks, which must stay in host memory
-    files: dict[int, tuple[Entry, Future]]  # by hash
+    entries: dict[int, Entry]  # of the blocks that are read, by hash
+    rows_are_free: Callable[[], bool]  # until then, copies from the device may still write to the rows of `entries`
+    futures: dict[int, Future] | None = None  # of the threads that read the files, by hash
     has_arrived: Callable[[], bool] | None = None  # of the copy to the device, which begins when all files were read
 
 
@@ -68,7 +71,7 @@ class DiskTier(HostTier):
 
     def __init__(self, engine: Engine, num_rows: int):
         self._files: BlockFiles | None = None  # see `start`
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "nanovllm-disk")
+        self._threads = FileThreads(NUM_THREADS)
         self._writes: dict[int, Write] = {}  # by hash
         self._file_reads: list[Read] = []
         super().__init__(engine, num_rows)
@@ -94,21 +97,19 @@ class DiskTier(HostTier):
         kept = [self._entries[block.block_hash] for block in blocks if block.block_hash in self._entries]
         for entry in kept:
             entry.num_reads += 1
-        read = Read(blocks, kept, {})
-        for block in missing:
-            rows = self._pop_rows(len(self._ids_of_rows(block)))
-            entry = Entry(block.token_ids, rows)
-            if rows:
-                future = self._threads.submit(self._files.read, block.block_hash, block.token_ids, self._rows(entry))
-            else:
-                (future := Future()).set_exception(OSError("host memory is too small for the blocks of a prefix"))
-            read.files[block.block_hash] = entry, future
+        entries = {x.block_hash: Entry(x.token_ids, self._pop_rows(len(self._ids_of_rows(x)))) for x in missing}
+        read = Read(blocks, kept, entries, self._runner.host_blocks.end_of_puts())
+        if not all(entry.rows for entry in entries.values()):
+            self._release(read)
+            raise OSError("host memory is too small for the blocks of a prefix")
         self._file_reads.append(read)
+        self._begin_read(read)
         return partial(self._has_arrived, read)
 
     def clear(self) -> None:
-        wait([write.future for write in self._writes.values() if write.future is not None])
-        wait([future for read in self._file_reads for _, future in read.files.values()])
+        futures = [write.future for write in self._writes.values() if write.future is not None]
+        futures += [future for read in self._file_reads for future in (read.futures or {}).values()]
+        wait([future for future in futures if not future.cancel()])  # threads may use the rows until then
         self._writes, self._file_reads = {}, []
         if self._files is not None:
             logger.warning("swap_dir: is used no longer, because the prefix cache was cleared; a restart uses it again")
@@ -136,7 +137,7 @@ class DiskTier(HostTier):
                 self._files.touch(block_hash)
             if monotonic() >= end:
                 logger.warning("swap_dir: not all cache blocks could be written in %g seconds", EXIT_SECONDS)
-        self._threads.shutdown(cancel_futures=True)
+        self._threads.close()
         self._files = None
 
     def _begin_writes(self, hashes: list[int]) -> None:
@@ -159,37 +160,47 @@ class DiskTier(HostTier):
             sleep(0.001)
             self._advance()
 
+    def _begin_read(self, read: Read) -> None:
+        if read.rows_are_free() and self._files is not None:
+            rows_of_blocks = {block_hash: (x.token_ids, self._rows(x)) for block_hash, x in read.entries.items()}
+            submit = partial(self._threads.submit, self._files.read)
+            read.futures = {block_hash: submit(block_hash, *rows) for block_hash, rows in rows_of_blocks.items()}
+
     def _has_arrived(self, read: Read) -> bool:
         if read.has_arrived is None:
             if read not in self._file_reads:
                 raise OSError("the prefix cache was cleared")
-            if not all(future.done() for _, future in read.files.values()):
+            if read.futures is None:
+                self._begin_read(read)
                 return False
-            self._end_read(read)
+            if not all(future.done() for future in read.futures.values()):
+                return False
+            self._end_read(read, read.futures)
             read.has_arrived = super().get(read.blocks)
         return read.has_arrived()
 
-    def _end_read(self, read: Read) -> None:
+    def _end_read(self, read: Read, futures: dict[int, Future]) -> None:
         """Add the blocks that were read to host memory. Raises OSError if a block could not be read."""
         assert self._files is not None, "`clear` would have ended the read"
         self._file_reads.remove(read)
-        for entry in read.kept:
-            entry.num_reads -= 1
-        errors = []
-        for block_hash, (entry, future) in read.files.items():
-            if (error := future.exception()) is not None:
-                errors.append(error)
-                if entry.rows:
-                    self._files.remove(block_hash)
+        errors = {block_hash: error for block_hash, future in futures.items() if (error := future.exception())}
+        for block_hash in futures:
+            if isinstance(errors.get(block_hash), (DamagedFileError, FileNotFoundError)):
+                self._files.remove(block_hash)
             elif block_hash in self._files:
                 self._files.touch(block_hash)
-            if error is None and block_hash not in self._entries:
-                self._entries[block_hash] = entry
-            else:
-                self._free_rows += entry.rows
+            if block_hash not in errors and block_hash not in self._entries:
+                self._entries[block_hash] = read.entries.pop(block_hash)
+        self._release(read)
         if errors:
-            raise errors[0]
-        self._engine.scheduler.totals["disk_blocks"] += len(read.files)
+            raise next(iter(errors.values()))
+        self._engine.scheduler.totals["disk_blocks"] += len(futures)
+
+    def _release(self, read: Read) -> None:
+        """Free the rows of the entries that are not in host memory, and let the other blocks leave host memory."""
+        for entry in read.kept:
+            entry.num_reads -= 1
+        self._free_rows += [row for entry in read.entries.values() for row in entry.rows]
 
     def _advance(self) -> None:
         """Begin to write the blocks whose copies have ended, and count the files that were written."""
@@ -244,28 +255,41 @@ def use_disk_tier(engine: Engine) -> None:
 def fingerprint(config: "Config", runner: "ModelRunner") -> str:
     """Return a hash of everything on which the contents of a block depend: the weights, and how blocks store tokens.
 
-    The hash contains the names, sizes and times of the weight files, not their bytes.
+    Of the weight files, the hash contains the names, sizes, times, and some of the bytes.
     """
-    folder = Path(config.model)
-    files = [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("*.json"))]
-    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    folders, drafting = [Path(config.model).resolve()], config.speculative_config
+    if drafting is not None and drafting.model is not None:
+        folders.append(Path(drafting.model).resolve())
+    files = [
+        file for folder in folders for kind in ("safetensors", "json") for file in sorted(folder.glob(f"*.{kind}"))
+    ]
     parts = [(tuple(part.shape), str(part.dtype)) for part in block_parts(runner._cached_token_ids, runner.caches, 0)]
     names = "dtype kv_cache_dtype quantization load_format kvcache_block_size mamba_ssm_cache_dtype max_model_len"
-    settings = [str(getattr(config, name)) for name in (*names.split(), "speculative_config", "attention_backend")]
-    return xxhash.xxh3_128_hexdigest(json.dumps([stats, parts, settings]).encode())
+    settings = [str(getattr(config, name)) for name in (*names.split(), "batch_invariant", "attention_backend")]
+    device = torch.cuda.get_device_name(runner.device) if runner.device.type == "cuda" else "cpu"
+    drafts = None if drafting is None else [drafting.method, drafting.num_speculative_tokens]
+    described = [[*map(str, folders)], [*map(_described, files)], parts, settings, device, drafts]
+    return xxhash.xxh3_128_hexdigest(json.dumps(described).encode())
+
+
+def _described(file: Path) -> list:
+    stat, digest = file.stat(), xxhash.xxh3_128()
+    with file.open("rb") as opened:
+        for begin in (0, stat.st_size // 2, max(0, stat.st_size - SAMPLE_BYTES)):
+            opened.seek(begin)
+            digest.update(opened.read(SAMPLE_BYTES))
+    return [file.name, stat.st_size, stat.st_mtime_ns, digest.hexdigest()]
 
 
 def _stored_salt(file: Path) -> int:
     """Return the number in a file. If there is no such file, first write a random number."""
-    if not file.exists():
-        temporary = file.with_name(f"{secrets.token_hex(8)}.tmp")
-        temporary.write_bytes(secrets.token_bytes(8))
-        with suppress(FileExistsError):  # another engine was faster
-            os.link(temporary, file)
-        temporary.unlink()
-    if len(salt := file.read_bytes()) != 8:
-        raise OSError(f"{file}: must have 8 bytes, and has {len(salt)}")
-    return int.from_bytes(salt, "little")
+    with suppress(FileExistsError), file.open("xb") as new:
+        new.write(secrets.token_bytes(SALT_BYTES))
+    for _ in range(100):
+        if len(salt := file.read_bytes()) == SALT_BYTES:
+            return int.from_bytes(salt, "little")
+        sleep(0.01)  # another engine may write the file now
+    raise OSError(f"{file}: must have {SALT_BYTES} bytes, and has {len(salt)}")
 
 
 def _save(engine: Engine, tier: DiskTier) -> None:
