@@ -129,7 +129,8 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", default="tiny-qwen3", help="a folder, a hub id, or the bundled tiny-qwen3")
     names = [name for name in SHAPES if not name.endswith(("-fp8", "-w4a16"))]
-    text = f"a model with random weights, which needs no download: {', '.join(names)}; qwen3* also with -fp8 or -w4a16 at the end"
+    text = f"a model with random weights, which needs no download: {', '.join(names)}"
+    text += "; names that begin with qwen3 may end with -fp8 or -w4a16 (quantized weights)"
     model.add_argument("--shape", choices=SHAPES, metavar="NAME", help=text)
     text = "one, or several with commas between (the first three)"
     workload = parser.add_mutually_exclusive_group()
