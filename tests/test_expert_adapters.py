@@ -15,6 +15,7 @@ from test_lora import (
     LORA,
     MLP,
     ON_GPU,
+    SCHEDULES,
     PEFTAdapter,
     all_targets,
     arguments_of,
@@ -183,17 +184,7 @@ def model(tmp_path_factory) -> str:
     return make_checkpoint(tmp_path_factory.mktemp("experts") / "model", "qwen3-moe")
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"async_scheduling": True},
-        {"num_kvcache_blocks": 16},  # with preemptions
-        {"max_num_seqs": 1},
-        {"enable_prefix_caching": False, "max_loras": 3},
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", SCHEDULES, ids=str)
 def test_schedules(make_llm, model, tmp_path, settings):
     used = mixed(make_adapters(tmp_path, shared_reference(model)))
     llm = make_llm(model, **EXPERTS | settings)

@@ -254,18 +254,16 @@ def found(adapters, model) -> list[PEFTAdapter]:
     return adapters(model)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"async_scheduling": True},
-        {"num_kvcache_blocks": 16},  # with preemptions
-        {"max_num_seqs": 1},
-        {"enable_prefix_caching": False, "max_loras": 3},
-        {"kv_cache_dtype": "fp8"},
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
-    ],
-    ids=str,
-)
+SCHEDULES: list[dict] = [
+    {"async_scheduling": True},
+    {"num_kvcache_blocks": 16},  # with preemptions
+    {"max_num_seqs": 1},
+    {"enable_prefix_caching": False, "max_loras": 3},
+    {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
+]
+
+
+@pytest.mark.parametrize("settings", [*SCHEDULES, {"kv_cache_dtype": "fp8"}], ids=str)
 def test_schedules(make_llm, model, found, settings):
     llm = make_llm(model, **LORA | settings)
     used = mixed(found)

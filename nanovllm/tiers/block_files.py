@@ -89,14 +89,10 @@ class BlockFiles:
     def __contains__(self, block_hash: int) -> bool:
         return block_hash in self._sizes
 
-    def __len__(self) -> int:
-        return len(self._sizes)
-
     def add(self, block_hash: int, num_bytes: int) -> None:
         """Count a file that `write` has written, and delete other files if all files together are too large."""
-        self.remove(block_hash, is_deleted=True)
+        self._num_bytes += num_bytes - self._sizes.pop(block_hash, 0)
         self._sizes[block_hash] = num_bytes
-        self._num_bytes += num_bytes
         self._delete_oldest()
 
     def touch(self, block_hash: int) -> None:
@@ -105,11 +101,10 @@ class BlockFiles:
         with suppress(OSError):
             os.utime(self._path(block_hash))
 
-    def remove(self, block_hash: int, is_deleted: bool = False) -> None:
+    def remove(self, block_hash: int) -> None:
         self._num_bytes -= self._sizes.pop(block_hash, 0)
-        if not is_deleted:
-            with suppress(OSError):
-                self._path(block_hash).unlink()
+        with suppress(OSError):
+            self._path(block_hash).unlink()
 
     def write(self, block_hash: int, token_ids: list[int], rows: list[np.ndarray]) -> int:
         """Write a file, and return its size in bytes. Raises OSError.

@@ -22,7 +22,7 @@ from nanovllm.engine.engine import Engine
 from nanovllm.tiers.block_files import BlockFiles, DamagedFileError, FileThreads
 from nanovllm.tiers.connector import CachedBlock
 from nanovllm.tiers.host_tier import Entry, HostTier, use_host_tier
-from nanovllm.tiers.tiered_blocks import TieredBlockManager
+from nanovllm.tiers.tiered_blocks import TieredBlockManager, report_loss
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
@@ -216,10 +216,8 @@ class DiskTier(HostTier):
                 try:
                     files.add(block_hash, write.future.result())
                 except OSError as error:
-                    totals = self._engine.scheduler.totals
-                    level = logging.DEBUG if totals["lost_copies"] else logging.WARNING
-                    logger.log(level, f"swap_dir: a cache block could not be written: {error}")
-                    totals["lost_copies"] += 1
+                    problem = f"swap_dir: a cache block could not be written: {error}"
+                    report_loss(self._engine.scheduler.totals, problem)
 
     def _rows(self, entry: Entry) -> list[np.ndarray]:
         rows = self._runner.host_blocks.rows.numpy()

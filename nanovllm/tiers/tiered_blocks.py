@@ -29,6 +29,12 @@ MAX_AHEAD_PER_STEP = 32  # at most this many blocks: more copies would delay the
 IDLE_SECONDS = 0.0005  # between two checks whether a load has ended, if no sequence can run
 
 
+def report_loss(totals: Counter[str], problem: str) -> None:
+    """Count a failed copy. Log a warning for the first one only, because a failing store may fail often."""
+    logger.log(logging.DEBUG if totals["lost_copies"] else logging.WARNING, problem)
+    totals["lost_copies"] += 1
+
+
 class Load:
     """Contents that are being copied from the store to the device.
 
@@ -135,8 +141,8 @@ class TieredBlockManager(BlockManager):
         if seq in self._loaded or seq.skips_prefix_hits or has_token_in_flight:
             return None
         prefix = self._longest_prefix(seq)
-        found = [ids for key in prefix if (ids := self._ids_on_device(*key)) is not None]
-        missing = [key for key in prefix if self._ids_on_device(*key) is None]
+        on_device = [self._ids_on_device(*key) for key in prefix]
+        missing = [key for key, ids in zip(prefix, on_device) if ids is None]
         for block_hash, _ in missing:
             if block_hash in self._arriving:
                 return self._arriving[block_hash]
@@ -150,7 +156,7 @@ class TieredBlockManager(BlockManager):
         self._loaded = {other: n for other, n in self._loaded.items() if not other.is_finished}  # drop aborted requests
         self._loaded[seq] = (num_blocks - len(self._cached_prefix(seq))) * self.block_size
         num_more = max(0, self.num_blocks_for(seq.num_tokens + 1) - num_blocks)
-        load = self._load([i for ids in found for i in ids], missing, self._num_reserved(num_more))
+        load = self._load([i for ids in on_device for i in ids or ()], missing, self._num_reserved(num_more))
         for i in in_copies:
             self.free_block_ids[i] = None
             self.free_block_ids.move_to_end(i, last=False)
@@ -208,7 +214,9 @@ class TieredBlockManager(BlockManager):
             return True
 
     def _fail(self, load: Load, error: OSError) -> None:
-        self._warn(f"{len(load.block_ids)} cache blocks could not be loaded, and are computed again: {error}")
+        report_loss(
+            self.totals, f"{len(load.block_ids)} cache blocks could not be loaded, and are computed again: {error}"
+        )
         for content in load.contents:
             self._arriving.pop(content.block_hash, None)
         load.contents = []
@@ -245,12 +253,7 @@ class TieredBlockManager(BlockManager):
             self.connector.put(contents)
         except OSError as error:
             num_blocks = sum(len(content.block_ids) for content in contents)
-            self._warn(f"{num_blocks} cache blocks could not be stored: {error}")
-
-    def _warn(self, problem: str) -> None:
-        """Log a warning for the first problem only, because a failing store may fail often."""
-        logger.log(logging.DEBUG if self.totals["lost_copies"] else logging.WARNING, problem)
-        self.totals["lost_copies"] += 1
+            report_loss(self.totals, f"{num_blocks} cache blocks could not be stored: {error}")
 
     # -- what a subclass adds to ---------------------------------------------------------------------------------------
 
