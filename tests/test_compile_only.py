@@ -107,6 +107,8 @@ print("done")
 
 
 ADAPTERS = """
+from types import SimpleNamespace
+
 from nanovllm.lora.kernels import lora_gemm
 from nanovllm.lora.lora_linear import LoRAStack
 
@@ -118,7 +120,8 @@ def adapters(num_rows, dtype, sizes, max_rank, inputs=256, slots=3, experts=1):
     ranks = torch.full((slots, 2 * len(sizes)), 3, **ints)[:, : len(sizes)]
     stack = LoRAStack(a, b, ranks, torch.tensor(sizes, **ints).cumsum(0).int(), max(sizes), experts)
     x, y = torch.randn(num_rows, inputs, dtype=dtype), torch.randn(num_rows, sum(sizes), dtype=dtype)
-    lora_gemm.add_lora(y, x, stack, lora_gemm.group_rows(torch.zeros(num_rows, **ints), rows))
+    rows = lora_gemm.group_rows(torch.zeros(num_rows, **ints), rows)
+    lora_gemm.add_lora(y, x, stack, SimpleNamespace(groups=rows))
 
 
 def work():

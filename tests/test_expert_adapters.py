@@ -402,7 +402,10 @@ def test_on_gpu(make_llm, tmp_path, name, enforce_eager):
 def test_settings_on_gpu(make_llm, model, tmp_path, settings):
     used = mixed(make_adapters(tmp_path, shared_reference(model)))
     outputs = generate_by_steps(make_llm(model, **ON_GPU | EXPERTS | settings), arguments_of(used))
-    (assert_merged_on_average if "dtype" in settings else assert_merged)(model, outputs, used)
+    if "dtype" not in settings:
+        assert_merged(model, outputs, used)
+    else:
+        assert_merged_on_average(model, outputs, used, 0.6 if "quantization" in settings else 0.3)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """On CUDA devices: every backend, with graphs and without, compared with known answers and with transformers."""
 
+import gc
 import importlib.util
 import json
 import os
@@ -165,6 +166,21 @@ def test_no_short_step_is_eager(make_llm, monkeypatch):
     while not llm.is_finished():
         llm.step()
     assert longest >= 512 and llm.stats()["steps"]["mixed"] > 0 and not eager
+
+
+def test_exit_frees_all_memory(make_llm):
+    """The memory is free when `exit` returns, even if the caller keeps the engine and garbage is not collected."""
+    allocated = []
+    gc.disable()
+    try:
+        for _ in range(2):  # libraries keep what they allocated for the first engine
+            llm = make_llm(device="cuda", gpu_memory_utilization=0.1)
+            llm.generate(["a"] * 3, SamplingParams(max_tokens=4), use_tqdm=False)
+            llm.exit()
+            allocated.append(torch.cuda.memory_allocated())
+    finally:
+        gc.enable()
+    assert abs(allocated[1] - allocated[0]) < 2**20
 
 
 def test_seeded_sampling_is_the_same_in_any_batch(make_llm):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from math import sqrt
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from nanovllm.cuda.buffers import make_buffers
 from nanovllm.engine.sequence import Sequence
 from nanovllm.fused.decoder import FusedMLP
 from nanovllm.fused.fused_attention import FusedAttention
+from nanovllm.layers.activation import silu_and_mul
 from nanovllm.lora.adapter_config import AdapterConfig
 from nanovllm.lora.adapter_queue import AdapterQueue, AdapterSlots
 from nanovllm.lora.lora_linear import LoRAStack, add_lora, group_rows
@@ -197,12 +199,40 @@ def test_kernels(num_rows, slots, inputs, sizes, max_rank, experts, dtype):
     x, y = randn(num_rows, inputs, dtype=dtype), randn(num_rows, sum(sizes), dtype=dtype)
     for slots_of_rows in (torch.randint(-1, slots, (num_rows,)), torch.full((num_rows,), slots - 1)):
         slots_of_rows = slots_of_rows.to(DEVICE, torch.int32)
-        expected, result = y.double(), y.clone()
         exact = stack._replace(a=stack.a.double(), b=stack.b.double())
         groups = [(i, (slots_of_rows == i).nonzero().flatten()) for i in range(slots)]
-        add_lora.__wrapped__(expected, x.double(), exact, groups)
-        ops.add_lora(result, x, stack, ops.group_rows(slots_of_rows, slots))
-        assert_close(result, expected, 4)
+        expected = add_lora.__wrapped__(y.double(), x.double(), exact, SimpleNamespace(groups=groups))
+        rows = SimpleNamespace(groups=ops.group_rows(slots_of_rows, slots))
+        assert_close(ops.add_lora(y.clone(), x, stack, rows), expected, 4)
+        if len(sizes) == 2 and sizes[0] == sizes[1]:
+            gated = ops.add_lora(y.clone(), x, stack, rows, gated=True)
+            assert_close(gated, silu_and_mul.__wrapped__(expected), 4)
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    "slots, inputs, sizes, max_rank",
+    [(1, 24, [48], 5), (3, 200, [80, 16, 144], 16), (8, 304, [64, 64], 20), (2, 3000, [32], 70)],
+)
+@pytest.mark.usefixtures("fresh_memory_is_nan")
+def test_kernels_for_a_row(slots, inputs, sizes, max_rank, dtype):
+    """One kernel multiplies by the weight and adds the result of the adapter, if there is one."""
+    ops = pytest.importorskip("nanovllm.kernels.ops")
+    stack, outputs = make_stack(slots, inputs, sizes, max_rank, dtype)._replace(alignment=16), sum(sizes)
+    exact = stack._replace(a=stack.a.double(), b=stack.b.double())
+    x, weight = randn(1, inputs, dtype=dtype), randn(outputs, inputs, dtype=dtype) / inputs**0.5
+    for slot in range(-1, slots):
+        slots_of_rows, bias = torch.tensor([slot], dtype=torch.int32, device=DEVICE), randn(outputs, dtype=dtype)
+        groups = [(slot, torch.tensor([0], device=DEVICE))] if slot >= 0 else []
+        y = nn.functional.linear(x.double(), weight.double(), bias.double())
+        expected = add_lora.__wrapped__(y, x.double(), exact, SimpleNamespace(groups=groups))
+        rows = SimpleNamespace(slots=slots_of_rows, groups=ops.group_rows(slots_of_rows, slots))
+        out = torch.empty(1, outputs, dtype=dtype, device=DEVICE)
+        assert ops.linear_of_row(x, weight, bias, stack, rows, out=out) is out
+        assert_close(out, expected, 4)
+        if len(sizes) == 2:
+            gated = ops.linear_of_row(x, weight, bias, stack, rows, gated=True)
+            assert_close(gated, silu_and_mul.__wrapped__(expected), 4)
 
 
 def test_rows_without_adapters():
@@ -212,10 +242,9 @@ def test_rows_without_adapters():
     stack.a.fill_(torch.nan)
     y = randn(20, 40)
     for functions in (ops, None):
-        slots, result = torch.full((20,), -1, dtype=torch.int32, device=DEVICE), y.clone()
+        slots = torch.full((20,), -1, dtype=torch.int32, device=DEVICE)
         group, add = (ops.group_rows, ops.add_lora) if functions else (group_rows.__wrapped__, add_lora.__wrapped__)
-        add(result, randn(20, 24), stack, group(slots, 2))
-        assert torch.equal(result, y)
+        assert torch.equal(add(y.clone(), randn(20, 24), stack, SimpleNamespace(groups=group(slots, 2))), y)
 
 
 @pytest.mark.skipif(CUDA, reason="runs kernels in Triton's interpreter; tests/test_gpu.py on CUDA")
@@ -506,23 +535,30 @@ def test_settings_on_gpu(make_llm, model, found, settings):
     if "dtype" not in settings:
         assert_merged(model, outputs, used)
     else:
-        assert_merged_on_average(model, outputs, used)
+        assert_merged_on_average(model, outputs, used, 0.6 if "quantization" in settings else 0.3)
 
 
-def assert_merged_on_average(folder: str, outputs: list, used: list) -> None:
-    """The log-probabilities are closer to the model with the adapter than to the model without it."""
+def assert_merged_on_average(folder: str, outputs: list, used: list, max_error: float = 0.3) -> None:
+    """The log-probabilities are closer to the model with the adapter than to the model without it.
+
+    The references are not quantized. If the engine is, `max_error` must allow for that.
+    """
+    sums = {True: 0.0, False: 0.0}
     for output, adapter in zip(outputs, used, strict=True):
         token_ids = output.prompt_token_ids + output.token_ids
         n, ours = (
             len(output.prompt_token_ids),
             [x[i].logprob for i, x in zip(output.token_ids, output.outputs[0].logprobs)],
         )
-        errors = []
+        errors = {}
         for reference in {adapter, None}:
             logits = (reference.merged if reference else shared_reference(folder))(torch.tensor([token_ids])).logits[0]
             expected = logits.log_softmax(-1)[range(n - 1, len(token_ids) - 1), output.token_ids]
-            errors.append(((torch.tensor(ours) - expected).abs().mean().item(), reference is adapter))
-        assert min(errors)[1] and min(errors)[0] < 0.3, errors
+            errors[reference is adapter] = (torch.tensor(ours) - expected).abs().mean().item()
+        assert min(errors, key=errors.get) and errors[True] < max_error, errors
+        if adapter is not None:
+            sums = {of_adapter: total + errors[of_adapter] for of_adapter, total in sums.items()}
+    assert sums[True] < 0.4 * sums[False], sums
 
 
 @pytest.mark.gpu

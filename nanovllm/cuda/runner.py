@@ -1,5 +1,6 @@
 """Defines the runner of a rank on CUDA, which queues steps and replays CUDA graphs."""
 
+import gc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -168,6 +169,7 @@ class CUDAModelRunner(BatchRunner):
         self.graphs = self.mixed_graphs = None
         del self.buffers
         super().exit()
+        gc.collect()  # of objects that refer to each other and to the weights
         torch.cuda.empty_cache()
 
     def _becomes_idle(self, timeout: float = 5.0) -> bool:

@@ -27,7 +27,7 @@ from nanovllm.kernels.sampling.gather_logprobs import token_logprobs
 from nanovllm.kernels.sampling.penalties import penalize
 from nanovllm.kernels.sampling.place_decodes import accept, place_chains, place_decodes
 from nanovllm.kernels.sampling.sampling import sample
-from nanovllm.lora.kernels.lora_gemm import add_lora, group_rows
+from nanovllm.lora.kernels.lora_gemm import add_lora, group_rows, linear_of_row
 from nanovllm.moe.kernels.mix_experts import choose_experts, expert_linear, mix_experts, sum_experts
 from nanovllm.quantization.kernels.dequantize import dequantize
 from nanovllm.quantization.kernels.multiply_scaled import (

@@ -1,6 +1,7 @@
 """Stores adapters on a rank's device, for the linear layers and experts of a model."""
 
 from collections.abc import Iterator
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -118,6 +119,7 @@ class AdapterStacks:
             torch.tensor(ends, **self._int32),
             max(end - start for start, end in zip([0, *ends], ends)),
             num_experts,
+            gcd(16, *ends),
         )
 
     @torch.inference_mode()

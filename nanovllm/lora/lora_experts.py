@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nanovllm.kernels import operation
-from nanovllm.lora.lora_linear import LoRAStack, add_lora, group_rows
+from nanovllm.lora.lora_linear import AdapterRows, LoRAStack, add_lora
 from nanovllm.moe.experts import Experts
 from nanovllm.utils.context import of_tokens
 from nanovllm.utils.replace import replace_methods
@@ -58,12 +58,11 @@ class AdaptedExperts:
         index = expert_ids - self.first_expert
         has_adapter = (slots >= 0) & (index >= 0) & (index < self.num_local)
         rows_of_adapters = torch.where(has_adapter, slots * self.num_local + index, -1).int()
-        groups = group_rows(rows_of_adapters, len(self.down_adapters.a))
+        rows = AdapterRows(rows_of_adapters, len(self.down_adapters.a))
         h = expert_linear(x, self, "gate_up_proj", expert_ids)
-        add_lora(h, x, self.gate_up_adapters, groups)
-        h = self.act_fn(h)
+        h = self.act_fn(add_lora(h, x, self.gate_up_adapters, rows))
         y = expert_linear(h, self, "down_proj", expert_ids)
-        add_lora(y, h, self.down_adapters, groups)
+        add_lora(y, h, self.down_adapters, rows)
         return (y.unflatten(0, weights.shape) * weights[..., None]).sum(1).to(x.dtype)  # in float32
 
 

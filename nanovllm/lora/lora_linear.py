@@ -4,15 +4,16 @@ A layer's adapter computes B (A x), where A is [rank, inputs] and B is [outputs,
 different adapters, or none. Each layer that the checkpoint stores separately has its own A and B.
 """
 
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from nanovllm.fused.fused_linear import WeightFormat
+from nanovllm.fused.fused_linear import WeightFormat, split_linear
 from nanovllm.fused.norm_input import NormInput
 from nanovllm.kernels import operation
-from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.activation import SiluAndMul, silu_and_mul
 from nanovllm.layers.linear import LinearBase
 from nanovllm.utils.context import get_context, of_tokens
 
@@ -29,6 +30,7 @@ class LoRAStack(NamedTuple):
     ends: torch.Tensor  # [parts] int32: the index after a part's last output
     max_outputs: int  # of a part
     experts: int = 1  # of this rank
+    alignment: int = 1  # a power of two that divides the numbers of outputs of all parts
 
     @property
     def device(self) -> torch.device:
@@ -37,25 +39,59 @@ class LoRAStack(NamedTuple):
 
 @operation
 def group_rows(slots: torch.Tensor, num_slots: int) -> Any:
-    """Return the rows of each slot for `add_lora`.
+    """Return the rows of each slot for `add_lora`, given the slot of each row, [T] int32.
 
-    In `slots` [T] int32, negative values mark rows without an adapter. For experts, `slot * experts + expert` takes the
-    place of a slot. This definition returns pairs of a slot and the indices of its rows.
+    This definition returns pairs of a slot and the indices of its rows.
     """
     present = [slot for slot in slots.unique().tolist() if slot >= 0]
     return [(slot, (slots == slot).nonzero().flatten()) for slot in present]
 
 
+class AdapterRows:
+    """The slots of a step's rows.
+
+    slots: [T] int32, negative for rows without an adapter. For experts, `slot * experts + expert` takes the place of a
+        slot.
+    """
+
+    def __init__(self, slots: torch.Tensor, num_slots: int):
+        self.slots, self._num_slots = slots, num_slots
+
+    @cached_property
+    def groups(self) -> Any:
+        return group_rows(self.slots, self._num_slots)
+
+
 @operation
-def add_lora(y: torch.Tensor, x: torch.Tensor, stack: LoRAStack, groups: Any) -> None:
-    """Add B (A x) of each row's adapter to y [T, outputs] in place, for x [T, inputs]."""
-    for slot, rows in groups:
+def add_lora(
+    y: torch.Tensor, x: torch.Tensor, stack: LoRAStack, rows: AdapterRows, gated: bool = False
+) -> torch.Tensor:
+    """Add B (A x) of each row's adapter to y [T, outputs] in place, for x [T, inputs], and return y.
+
+    If `gated`, return `silu_and_mul` of y.
+    """
+    for slot, indices in rows.groups:
         begin = 0
         for part, (rank, end) in enumerate(zip(stack.ranks[slot // stack.experts].tolist(), stack.ends.tolist())):
             if rank:
-                h = F.linear(x[rows], stack.a[slot, part, :rank])
-                y[rows, begin:end] += F.linear(h, stack.b[slot, begin:end, :rank])
+                h = F.linear(x[indices], stack.a[slot, part, :rank])
+                y[indices, begin:end] += F.linear(h, stack.b[slot, begin:end, :rank])
             begin = end
+    return silu_and_mul(y) if gated else y
+
+
+@operation
+def linear_of_row(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stack: LoRAStack,
+    rows: AdapterRows,
+    gated: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute `split_linear` and `add_lora` for a single row x [1, inputs]. `out` is [1, outputs]."""
+    return add_lora(split_linear(x, weight, bias, out=None if out is None else out[None]), x, stack, rows, gated)
 
 
 class LoRAFormat(WeightFormat):
@@ -63,13 +99,20 @@ class LoRAFormat(WeightFormat):
         self.base, self.stack, self.slots_of_requests = base, stack, slots_of_requests
 
     def linear(self, layer: LinearBase, x: Any, bias=None, split_k: int = 1, out=None) -> torch.Tensor:
+        if self._fuses(x):
+            return linear_of_row(x, layer.weight, bias, self.stack, self._rows(), out=None if out is None else out[0])
         y = self.base.linear(layer, x, bias, split_k, out)
-        self._add(y if split_k == 1 else y[0], x)
+        add_lora(y if split_k == 1 else y[0], x, self.stack, self._rows())
         return y
 
     def norm_linear(self, layer: LinearBase, x: NormInput, act: SiluAndMul | None) -> Any:
-        y = self.linear(layer, x.tensor(), layer.bias)  # the adapters need the normalized input, too
-        return y if act is None else act(y)
+        normed, stack = x.tensor(), self.stack  # the adapters need the normalized input, too
+        gated = act is not None and type(act).forward is SiluAndMul.forward and len(stack.ends) == 2
+        if self._fuses(normed):
+            y = linear_of_row(normed, layer.weight, layer.bias, stack, self._rows(), gated)
+        else:
+            y = add_lora(self.base.linear(layer, normed, layer.bias), normed, stack, self._rows(), gated)
+        return y if act is None or gated else act(y)
 
     def best_split_k(self, layer: LinearBase, x: Any, max_split_k: int) -> int:
         return self.base.best_split_k(layer, x, max_split_k)
@@ -77,12 +120,14 @@ class LoRAFormat(WeightFormat):
     def factors(self, layer: LinearBase, x: NormInput) -> None:
         """Return None, because only `linear` and `norm_linear` add the results of adapters."""
 
-    def _add(self, y: torch.Tensor, x: torch.Tensor) -> None:
-        plans = get_context().plans  # the plans of this step; the first layer of the step makes the groups
-        if (groups := plans.get(LoRAFormat)) is None:
-            slots = of_tokens(self.slots_of_requests)
-            groups = plans[LoRAFormat] = group_rows(slots, len(self.stack.a))
-        add_lora(y, x, self.stack, groups)
+    def _fuses(self, x: torch.Tensor) -> bool:
+        return len(x) == 1 and type(self.base) is WeightFormat
+
+    def _rows(self) -> AdapterRows:
+        plans = get_context().plans  # the plans of this step, made in the first layer of the step
+        if (rows := plans.get(LoRAFormat)) is None:
+            rows = plans[LoRAFormat] = AdapterRows(of_tokens(self.slots_of_requests), len(self.stack.a))
+        return rows
 
 
 class Adapted:

@@ -1,4 +1,6 @@
-"""Measure what adapters cost: one stream, and many requests, without `enable_lora`, with it, and with adapters.
+"""Measure what adapters cost: for one stream, a stream per adapter, and many requests.
+
+Each is measured without `enable_lora`, with it, and with adapters.
 
 usage: python tests/scripts/lora_costs.py MODEL [--load-format dummy] [--adapters 8] [--rank 16] [--requests 256]
            [--input-len 512] [--output-len 256] [--dtype bfloat16] [--expert-rank 4]
@@ -69,7 +71,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     settings = {"load_format": options.load_format, "dtype": options.dtype, "seed": 0}
-    sizes = 1, options.requests
+    sizes = 1, options.adapters, options.requests
 
     def measure(kind: str, adapters: list[LoRARequest] | None = None) -> None:
         for size in sizes:

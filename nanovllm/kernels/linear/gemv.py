@@ -9,6 +9,8 @@ import triton.language as tl
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.linear.tiles import NO_NORM, Tiles
 
+MAX_OUTPUTS = 16  # of a program with an adapter, a power of two
+
 
 class Inputs(NamedTuple):
     """The tensors from which the kernel computes its input row."""
@@ -16,6 +18,53 @@ class Inputs(NamedTuple):
     x: torch.Tensor
     residual: torch.Tensor | None
     total: torch.Tensor  # receives x + residual
+
+
+class RowAdapter(NamedTuple):
+    """A low-rank adapter of a linear layer for a single row (see lora/).
+
+    An adapter has a part for each of the layers that the linear layer merges. Each part has a multiple of MAX_OUTPUTS
+    outputs. The size of `h` for one part, splits * R, is at most the `tile_k` of `gemv_tiles`.
+    """
+
+    h: torch.Tensor  # [splits, 1, parts * R] float32: summands of A x
+    b: torch.Tensor  # [slots, outputs, R]
+    slot: torch.Tensor  # [1] int32; negative without an adapter
+    ranks: torch.Tensor  # [slots, parts] int32
+    ends: torch.Tensor  # [parts] int32: the index after a part's last output
+
+
+class AdapterShape(NamedTuple):
+    splits: int
+    parts: int
+    max_rank: int
+    rank_stride: int  # between the ranks of two slots
+
+
+@triton.jit
+def _part_of(adapter_ptrs, n, SHAPE: tl.constexpr):
+    """Return the index of the part that contains output n."""
+    PARTS: tl.constexpr = SHAPE.parts
+    part = 0 * n
+    for i in tl.static_range(PARTS - 1):
+        part += (n >= tl.load(adapter_ptrs.ends + i)).to(tl.int32)
+    return part
+
+
+@triton.jit
+def _adapter_summands(adapter_ptrs, part, n, is_n, k, N, SHAPE: tl.constexpr):
+    """Return a tile [tile_n, tile_k] whose rows add up to B (A x), for outputs n of one part of a layer with N outputs.
+
+    Column k contains the product for a split of A x and a row of A.
+    """
+    slot = tl.load(adapter_ptrs.slot)
+    existing = tl.maximum(slot, 0)
+    rank = tl.load(adapter_ptrs.ranks + existing * SHAPE.rank_stride + part) * (slot == existing).to(tl.int32)
+    r, split = k % SHAPE.max_rank, k // SHAPE.max_rank
+    inside = (r < rank) & (split < SHAPE.splits)
+    h = tl.load(adapter_ptrs.h + (split * SHAPE.parts + part) * SHAPE.max_rank + r, inside, 0.0)
+    b = adapter_ptrs.b + (existing.to(tl.int64) * N + n[:, None]) * SHAPE.max_rank + r[None, :]
+    return tl.load(b, is_n[:, None] & inside[None, :], 0.0).to(tl.float32) * h[None, :]
 
 
 @triton.jit
@@ -40,7 +89,17 @@ def _load_input(x_ptrs, norm_weight, k, inside):
 @dependent_kernel(early=("w_ptrs",))
 @triton.jit
 def _gemv_kernel(
-    x_ptrs, w_ptrs, out_ptr, N, eps, K: tl.constexpr, TILES: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr
+    x_ptrs,
+    w_ptrs,
+    adapter_ptrs,
+    out_ptr,
+    N,
+    eps,
+    K: tl.constexpr,
+    TILES: tl.constexpr,
+    GATED: tl.constexpr,
+    ADAPTER: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # A program computes tile_n outputs. It reads the row in tiles of tile_k inputs.
     gdc_launch_dependents(PDL)
@@ -62,6 +121,13 @@ def _gemv_kernel(
     acc = w_tile * x
     if GATED:
         up_acc = up_tile * x
+    if adapter_ptrs is not None:
+        if GATED:
+            acc += _adapter_summands(adapter_ptrs, 0, n, n < N, k, 2 * N, ADAPTER)
+            up_acc += _adapter_summands(adapter_ptrs, 1, N + n, n < N, k, 2 * N, ADAPTER)
+        else:  # all outputs of a program belong to one part
+            part = _part_of(adapter_ptrs, tl.program_id(0) * TILES.tile_n, ADAPTER)
+            acc += _adapter_summands(adapter_ptrs, part, n, n < N, k, N, ADAPTER)
     for begin in tl.range(TILES.tile_k, K, TILES.tile_k, num_stages=TILES.stages):
         at = begin + k
         inside = rows & (at < K)[None, :]
@@ -78,15 +144,30 @@ def _gemv_kernel(
     tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), n < N)
 
 
+def gemv_tiles(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> Tiles:
+    tile_size = (8192 if gated else 16384) // x.element_size()  # in weights; with `gated`, two tiles are loaded
+    # for the shortest matmuls, programs load as much as they can before they wait
+    tile_k = tile_size // (2 if weight.numel() <= 2**22 else 4)
+    tile_k = min(tile_k, 1 << (weight.shape[1] - 1).bit_length())
+    return Tiles(tile_size // tile_k, tile_k, stages=3, warps=4)
+
+
 def gemv(
-    x: torch.Tensor, weight: torch.Tensor, norm=NO_NORM, residual=None, gated: bool = False, bias=None, out=None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    norm=NO_NORM,
+    residual=None,
+    gated: bool = False,
+    bias=None,
+    out=None,
+    adapter: RowAdapter | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return y = x W^T + bias in `out`, and x + residual, for a single row x.
 
     x is [1, K], W is [N, K], `bias` is [N], and y is [1, N]. All tensors are contiguous. `norm` is a pair: the weight
     [K] and the eps of an RMS norm. With `norm`, the norm of x + residual replaces x in the matmul. A residual requires
     a norm. Without a residual, the second result is x. If `gated`, the weight is [2N, K], the bias is [2N], and y is
-    silu(first half of the outputs) * second half.
+    silu(first half of the outputs) * second half. The results of `adapter` are added before the activation.
     """
     norm_weight, eps = norm
     assert norm_weight is not None or residual is None
@@ -96,13 +177,15 @@ def gemv(
     # Short matmuls gain from overlapping kernels. For long matmuls, 75% of the memory holds four programs of 40 KB
     # each. The driver would choose a different percentage for each kernel.
     shared = 50 if weight.numel() <= 2**23 else 75
-    tile_size = (8192 if gated else 16384) // x.element_size()  # in weights; with `gated`, two tiles are loaded
-    # for the shortest matmuls, programs load as much as they can before they wait
-    tile_k = min(tile_size // (2 if weight.numel() <= 2**22 else 4), 1 << (k - 1).bit_length())
-    tiles = Tiles(tile_size // tile_k, tile_k, stages=3, warps=4)
+    tiles, shape = gemv_tiles(x, weight, gated), None
+    if adapter is not None:
+        tiles = tiles._replace(tile_n=min(MAX_OUTPUTS, tiles.tile_n))
+        shape = AdapterShape(len(adapter.h), len(adapter.ends), adapter.b.shape[2], adapter.ranks.stride(0))
     # with so few registers, more programs run at once; with larger tiles, registers would spill
-    constants = dict(K=k, TILES=tiles, GATED=gated, maxnreg=64 if k <= tile_k and not gated else None)
+    constants = dict(
+        K=k, TILES=tiles, GATED=gated, ADAPTER=shape, maxnreg=64 if k <= tiles.tile_k and not gated else None
+    )
     launch(_gemv_kernel, (-(-n // tiles.tile_n),), x.device, shared)(
-        inputs, (weight, bias, norm_weight), out, n, eps, **constants, num_warps=tiles.warps
+        inputs, (weight, bias, norm_weight), adapter, out, n, eps, **constants, num_warps=tiles.warps
     )
     return out, inputs.total

@@ -1,5 +1,7 @@
 """Adds the results of low-rank adapters to the results of a linear layer: shrink computes A x, and expand adds B (A x).
 
+For a single row in 16 bits, the kernel of the linear layer itself adds B h to its results, for h = A x.
+
 Rows with the same adapter form groups, because all rows of a tile are multiplied by the same adapter. This is the
 segmented GEMM of Chen et al., "Punica: multi-tenant LoRA serving" (arXiv:2310.18547).
 """
@@ -12,9 +14,11 @@ import triton.language as tl
 
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.launch.gpu_features import num_sms
+from nanovllm.kernels.linear.gemv import MAX_OUTPUTS, RowAdapter, gemv, gemv_tiles
 
 FEW_ROWS = 128  # up to this many rows, tiles have the smallest number of rows that tensor cores multiply
-MAX_SPLITS = 16
+MAX_SPLITS = 32
+MAX_LOOPS = 16
 
 
 class RowGroups(NamedTuple):
@@ -30,169 +34,256 @@ class RowGroups(NamedTuple):
 
 class LoRATiles(NamedTuple):
     tile_m: int  # rows
-    tile_r: int  # of the adapters' rank
     tile_k: int  # inputs
+    stages: int  # tiles of inputs that are loaded ahead
+    tile_r: int  # rows of A, of all parts together
     tile_n: int  # outputs
+    padded_rank: int  # a power of two
+    loops: int  # tiles of outputs that a program of expand computes
     splits: int  # of the inputs
     slots: int  # for experts, slots * experts
-    padded_slots: int  # a power of two
     experts: int
     parts: int
     max_rank: int
+    alignment: int  # divides the numbers of outputs of all parts
 
 
 def group_rows(slots: torch.Tensor, num_slots: int) -> RowGroups:
-    in_order, order = slots.sort(stable=True)
     bounds = torch.arange(num_slots + 1, dtype=slots.dtype, device=slots.device)
-    starts = torch.searchsorted(in_order, bounds, out_int32=True)
-    # this launch comes last, because kernels that read `starts` early might not see what the last launch wrote
-    return RowGroups(order.int(), starts)
+    if len(slots) == 1:
+        groups = RowGroups(torch.zeros_like(slots), (slots < bounds).int())
+    else:
+        in_order, order = slots.sort(stable=True)
+        groups = RowGroups(order.int(), torch.searchsorted(in_order, bounds, out_int32=True))
+    torch.zeros_like(bounds)  # kernels that read early might not see what the last launch wrote: let it be this one
+    return groups
 
 
 @triton.jit
-def _rows_of_tile(starts_ptr, TILES: tl.constexpr):
-    """Return this program's slot, the first index of its tile in `RowGroups.order`, and the end of the slot's rows.
+def _rows_of_tile(starts_ptr, tile, TILES: tl.constexpr, FIRST: tl.constexpr):
+    """Return the slot of a tile, the first index of the tile in `RowGroups.order`, and the end of the slot's rows.
 
-    For a surplus tile, the returned slot does not exist.
+    FIRST is the first slot: 0, or -1 to include the rows without an adapter. For a surplus tile, the returned slot does
+    not exist.
     """
-    tile = tl.program_id(0)
-    slots = tl.arange(0, TILES.padded_slots)
+    PADDED: tl.constexpr = triton.next_power_of_2(TILES.slots - FIRST)
+    slots = FIRST + tl.arange(0, PADDED)
     exists = slots < TILES.slots
-    starts = tl.load(starts_ptr + slots, exists, 0)
+    starts = tl.load(starts_ptr + slots, exists & (slots >= 0), 0)
     ends = tl.load(starts_ptr + slots + 1, exists, 0)
     num_tiles = (ends - starts + TILES.tile_m - 1) // TILES.tile_m
     tile_ends = tl.cumsum(num_tiles, 0)
     is_before = exists & (tile_ends <= tile)
-    slot = tl.sum(is_before.to(tl.int32), 0)
+    slot = FIRST + tl.sum(is_before.to(tl.int32), 0)
     index = tile - tl.sum(tl.where(is_before, num_tiles, 0), 0)
     first = tl.sum(tl.where(slots == slot, starts, 0), 0) + index * TILES.tile_m
     return slot, first, tl.sum(tl.where(slots == slot, ends, 0), 0)
 
 
 @triton.jit
-def _load_a(a_ptrs, k, K, is_r):
-    return tl.load(a_ptrs + k[None, :], is_r[:, None] & (k < K)[None, :], 0.0)
-
-
-@dependent_kernel(early=("a_ptr", "rank_ptr", "group_ptrs"))
-@triton.jit(do_not_specialize=["T"])
-def _shrink_kernel(
-    x_ptr, a_ptr, rank_ptr, group_ptrs, h_ptr, T, K, k_per_split, rank_stride, TILES: tl.constexpr, PDL: tl.constexpr
-):
-    # A program computes [tile_m, tile_r] of A x for one part, over the inputs of one split.
-    gdc_launch_dependents(PDL)
-    slot, first, end = _rows_of_tile(group_ptrs.starts, TILES)
-    split = tl.program_id(1)
-    r_tiles: tl.constexpr = (TILES.max_rank + TILES.tile_r - 1) // TILES.tile_r
-    part = tl.program_id(2) // r_tiles
-    r = tl.program_id(2) % r_tiles * TILES.tile_r + tl.arange(0, TILES.tile_r)
-    rank = tl.load(rank_ptr + slot // TILES.experts * rank_stride + part, slot < TILES.slots, 0)
-    m = first + tl.arange(0, TILES.tile_m)
-    a_ptrs = a_ptr + ((slot * TILES.parts + part).to(tl.int64) * TILES.max_rank + r[:, None]) * K
-    begin = split * k_per_split
-    k_end = tl.minimum(begin + k_per_split, K)
-    w = _load_a(a_ptrs, begin + tl.arange(0, TILES.tile_k), k_end, r < rank)
-    gdc_wait(PDL)
-    if tl.program_id(2) % r_tiles * TILES.tile_r < rank:
-        row = tl.load(group_ptrs.order + m, m < end, 0).to(tl.int64)
-        acc = tl.zeros([m.shape[0], r.shape[0]], tl.float32)
-        for start in range(begin, k_end, TILES.tile_k):
-            k = start + tl.arange(0, TILES.tile_k)
-            x = tl.load(x_ptr + row[:, None] * K + k[None, :], (m < end)[:, None] & (k < k_end)[None, :], 0.0)
-            next_w = _load_a(a_ptrs, k + TILES.tile_k, k_end, r < rank)
-            acc = tl.dot(x, w.T, acc, input_precision="ieee")
-            w = next_w
-        h = h_ptr + ((split * TILES.parts + part).to(tl.int64) * T + m[:, None]) * TILES.max_rank + r[None, :]
-        tl.store(h, acc, (m < end)[:, None] & (r < rank)[None, :])
+def _rank_of(rank_ptrs, slot, part, TILES: tl.constexpr):
+    """Return the rank of a part's adapter, or 0 if there is no adapter."""
+    rank_ptr, stride = rank_ptrs
+    existing = tl.maximum(tl.minimum(slot, TILES.slots - 1), 0)
+    rank = tl.load(rank_ptr + existing // TILES.experts * stride + part, part < TILES.parts, 0)
+    return rank * (slot == existing).to(tl.int32)
 
 
 @triton.jit
-def _load_b(b_ptr, slot, n, part_end, r, rank, N, TILES: tl.constexpr):
-    b = b_ptr + (slot.to(tl.int64) * N + n[:, None]) * TILES.max_rank + r[None, :]
-    return tl.load(b, (n < part_end)[:, None] & (r < rank)[None, :], 0.0)
+def _load_a(a, k, k_end, is_r):
+    return tl.load(a + k[None, :], is_r[:, None] & (k < k_end)[None, :], 0.0)
 
 
-@dependent_kernel(early=("b_ptr", "rank_ptr", "part_end_ptr", "group_ptrs"))
+@dependent_kernel(early=("a_ptr", "rank_ptrs", "group_ptrs"))
+@triton.jit(do_not_specialize=["T"])
+def _shrink_kernel(
+    x_ptr, a_ptr, rank_ptrs, group_ptrs, h_ptr, T, K, k_per_split, TILES: tl.constexpr, PDL: tl.constexpr
+):
+    # A program computes [tile_m, tile_r] of A x over the inputs of one split. The rows of A belong to all parts.
+    gdc_launch_dependents(PDL)
+    ROWS: tl.constexpr = TILES.parts * TILES.max_rank
+    slot, first, end = _rows_of_tile(group_ptrs.starts, tl.program_id(0), TILES, 0)
+    split = tl.program_id(1)
+    r = tl.program_id(2) * TILES.tile_r + tl.arange(0, TILES.tile_r)
+    is_r = r % TILES.max_rank < _rank_of(rank_ptrs, slot, r // TILES.max_rank, TILES)
+    m = first + tl.arange(0, TILES.tile_m)
+    k = tl.arange(0, TILES.tile_k)
+    a = a_ptr + (slot.to(tl.int64) * ROWS + r[:, None]) * K
+    begin = split * k_per_split
+    k_end = tl.minimum(begin + k_per_split, K)
+    w = _load_a(a, begin + k, k_end, is_r)
+    row = tl.load(group_ptrs.order + m, m < end, 0).to(tl.int64)
+    gdc_wait(PDL)
+    if tl.max(is_r.to(tl.int32), 0) > 0:
+        is_row = (m < end)[:, None]
+        x_rows = x_ptr + row[:, None] * K
+        x = tl.load(x_rows + begin + k[None, :], is_row & (begin + k < k_end)[None, :], 0.0)
+        acc = tl.zeros([m.shape[0], r.shape[0]], tl.float32)
+        acc = tl.dot(x, w.T, acc, input_precision="ieee")
+        for start in tl.range(begin + TILES.tile_k, k_end, TILES.tile_k, num_stages=TILES.stages):
+            x = tl.load(x_rows + start + k[None, :], is_row & (start + k < k_end)[None, :], 0.0)
+            acc = tl.dot(x, _load_a(a, start + k, k_end, is_r).T, acc, input_precision="ieee")
+        h = h_ptr + (split * T + m[:, None]).to(tl.int64) * ROWS + r[None, :]
+        tl.store(h, acc, is_row & is_r[None, :])
+
+
+@triton.jit
+def _load_b(b_ptr, slot, n, is_n, rank, N, TILES: tl.constexpr):
+    r = tl.arange(0, TILES.padded_rank)[None, :]
+    b = b_ptr + (slot.to(tl.int64) * N + n[:, None]) * TILES.max_rank + r
+    return tl.load(b, is_n[:, None] & (r < rank), 0.0)
+
+
+@triton.jit
+def _load_h(h_ptr, m, is_m, part, rank, T, TILES: tl.constexpr):
+    """Return h of one part, summed over the splits of the inputs."""
+    SPLITS: tl.constexpr = TILES.splits
+    PADDED_RANK: tl.constexpr = TILES.padded_rank
+    r = tl.arange(0, PADDED_RANK)[None, :]
+    h = tl.zeros([m.shape[0], PADDED_RANK], tl.float32)
+    for split in tl.static_range(SPLITS):
+        at = (split * T + m[:, None]).to(tl.int64) * (TILES.parts * TILES.max_rank) + part * TILES.max_rank + r
+        h += tl.load(h_ptr + at, is_m[:, None] & (r < rank), 0.0)
+    return h
+
+
+@dependent_kernel(early=("b_ptr", "rank_ptrs", "part_end_ptr", "group_ptrs"))
 @triton.jit(do_not_specialize=["T"])
 def _expand_kernel(
-    h_ptr,
-    b_ptr,
-    rank_ptr,
-    part_end_ptr,
-    group_ptrs,
-    y_ptr,
-    T,
-    N,
-    rank_stride,
-    TILES: tl.constexpr,
-    PDL: tl.constexpr,
+    h_ptr, b_ptr, rank_ptrs, part_end_ptr, group_ptrs, y_ptr, T, N, TILES: tl.constexpr, PDL: tl.constexpr
 ):
-    # A program adds B h to [tile_m, tile_n] of y, whose outputs belong to one part.
+    # A program adds B h to [tile_m, loops * tile_n] of y, whose outputs belong to one part.
     gdc_launch_dependents(PDL)
-    SPLITS: tl.constexpr = TILES.splits
-    slot, first, end = _rows_of_tile(group_ptrs.starts, TILES)
+    ALIGNMENT: tl.constexpr = TILES.alignment
+    slot, first, end = _rows_of_tile(group_ptrs.starts, tl.program_id(0), TILES, 0)
     part = tl.program_id(2)
-    rank = tl.load(rank_ptr + slot // TILES.experts * rank_stride + part, slot < TILES.slots, 0)
-    part_begin = tl.load(part_end_ptr + part - 1, part > 0, 0)
-    part_end = tl.load(part_end_ptr + part)
+    rank = _rank_of(rank_ptrs, slot, part, TILES)
+    first_n = tl.load(part_end_ptr + part - 1, part > 0, 0) + tl.program_id(1) * (TILES.loops * TILES.tile_n)
+    first_n = tl.multiple_of(first_n, ALIGNMENT)  # so that loads are wide
+    end_n = tl.multiple_of(tl.load(part_end_ptr + part), ALIGNMENT)
     m = first + tl.arange(0, TILES.tile_m)
-    first_n = part_begin + tl.program_id(1) * TILES.tile_n
     n = first_n + tl.arange(0, TILES.tile_n)
-    r = tl.arange(0, TILES.tile_r)
-    w = _load_b(b_ptr, slot, n, part_end, r, rank, N, TILES)
+    w = _load_b(b_ptr, slot, n, n < end_n, rank, N, TILES)
+    is_m = m < end
+    row = tl.load(group_ptrs.order + m, is_m, 0).to(tl.int64)
     gdc_wait(PDL)
-    if (rank > 0) & (first_n < part_end):
-        row = tl.load(group_ptrs.order + m, m < end, 0).to(tl.int64)
-        y = y_ptr + row[:, None] * N + n[None, :]
-        inside_y = (m < end)[:, None] & (n < part_end)[None, :]
-        acc = tl.load(y, inside_y, 0.0).to(tl.float32)
-        for start in range(0, rank, TILES.tile_r):
-            inside = (m < end)[:, None] & (start + r < rank)[None, :]
-            h = tl.zeros([m.shape[0], r.shape[0]], tl.float32)
-            for split in tl.static_range(SPLITS):
-                of_split = h_ptr + (split * TILES.parts + part).to(tl.int64) * T * TILES.max_rank
-                h += tl.load(of_split + m[:, None] * TILES.max_rank + start + r[None, :], inside, 0.0)
-            next_w = _load_b(b_ptr, slot, n, part_end, start + TILES.tile_r + r, rank, N, TILES)
-            acc = tl.dot(h.to(w.dtype), w.T, acc, input_precision="ieee")
-            w = next_w
-        tl.store(y, acc.to(y_ptr.dtype.element_ty), inside_y)
+    if (rank > 0) & (first_n < end_n):
+        y = tl.load(y_ptr + row[:, None] * N + n[None, :], is_m[:, None] & (n < end_n)[None, :], 0.0)
+        h = _load_h(h_ptr, m, is_m, part, rank, T, TILES).to(w.dtype)
+        for begin in range(first_n, tl.minimum(first_n + TILES.loops * TILES.tile_n, end_n), TILES.tile_n):
+            n = tl.multiple_of(begin, ALIGNMENT) + tl.arange(0, TILES.tile_n)
+            next_n = n + TILES.tile_n
+            next_w = _load_b(b_ptr, slot, next_n, next_n < end_n, rank, N, TILES)
+            next_y = tl.load(y_ptr + row[:, None] * N + next_n[None, :], is_m[:, None] & (next_n < end_n)[None, :], 0.0)
+            result = tl.dot(h, w.T, y.to(tl.float32), input_precision="ieee").to(y.dtype)
+            tl.store(y_ptr + row[:, None] * N + n[None, :], result, is_m[:, None] & (n < end_n)[None, :])
+            w, y = next_w, next_y
 
 
-def add_lora(y: torch.Tensor, x: torch.Tensor, stack, groups: RowGroups) -> None:
-    (slots, parts, max_rank, k), n, x = stack.a.shape, stack.b.shape[1], x.contiguous()
-    assert y.is_contiguous() and y.shape[1] == n
-    num_rows = len(x)
-    is_few = num_rows <= FEW_ROWS
+@dependent_kernel(early=("rank_ptrs", "group_ptrs"))
+@triton.jit(do_not_specialize=["T"])
+def _expand_swiglu_kernel(
+    h_ptr, b_ptr, rank_ptrs, group_ptrs, y_ptr, out_ptr, T, N, TILES: tl.constexpr, PDL: tl.constexpr
+):
+    # A program computes [tile_m, loops * tile_n] of SwiGLU, also for rows without an adapter.
+    gdc_launch_dependents(PDL)
+    ALIGNMENT: tl.constexpr = TILES.alignment
+    half = tl.multiple_of(N // 2, ALIGNMENT)
+    slot, first, end = _rows_of_tile(group_ptrs.starts, tl.program_id(0), TILES, -1)
+    rank, up_rank = _rank_of(rank_ptrs, slot, 0, TILES), _rank_of(rank_ptrs, slot, 1, TILES)
+    m = first + tl.arange(0, TILES.tile_m)
+    first_n = tl.program_id(1) * (TILES.loops * TILES.tile_n)
+    is_m = m < end
+    row = tl.load(group_ptrs.order + m, is_m, 0).to(tl.int64)
+    gdc_wait(PDL)
+    if first < end:
+        dtype = out_ptr.dtype.element_ty
+        h = _load_h(h_ptr, m, is_m, 0, rank, T, TILES).to(dtype)
+        up_h = _load_h(h_ptr, m, is_m, 1, up_rank, T, TILES).to(dtype)
+        for begin in range(first_n, tl.minimum(first_n + TILES.loops * TILES.tile_n, half), TILES.tile_n):
+            n = begin + tl.arange(0, TILES.tile_n)
+            is_n = n < half
+            inside = is_m[:, None] & is_n[None, :]
+            y = y_ptr + row[:, None] * N + n[None, :]
+            w = _load_b(b_ptr, slot, n, is_n, rank, N, TILES)
+            up_w = _load_b(b_ptr, slot, half + n, is_n, up_rank, N, TILES)
+            gate = tl.dot(h, w.T, tl.load(y, inside, 0.0).to(tl.float32), input_precision="ieee")
+            up = tl.dot(up_h, up_w.T, tl.load(y + half, inside, 0.0).to(tl.float32), input_precision="ieee")
+            gate = gate.to(dtype).to(tl.float32)  # rounded as in separate kernels
+            result = (gate / (1.0 + tl.exp(-gate))).to(dtype) * up.to(dtype)
+            tl.store(out_ptr + row[:, None] * half + n[None, :], result, inside)
+
+
+def _tiles_of(x: torch.Tensor, stack, gated: bool = False) -> LoRATiles:
+    """Return the sizes of tiles that were fastest on an H200."""
+    (slots, parts, max_rank, k), num_rows = stack.a.shape, len(x)
+    is_few, size, sms = num_rows <= FEW_ROWS, x.element_size(), num_sms(x.device)
+    padded_rank = max(16, triton.next_power_of_2(max_rank))
     # if the rows are evenly divided among the slots, they fill the tiles
-    tile_m = 16 if is_few else min(64, max(16, triton.next_power_of_2(triton.cdiv(num_rows, slots))))
-    tile_r = min(64, max(16, triton.next_power_of_2(max_rank)))
-    tile_k, tile_n = (256 if is_few else 128) * 2 // x.element_size(), 64 if is_few else 128
-    row_tiles = min(num_rows, slots + num_rows // tile_m)  # enough for any division of the rows into groups
+    max_tile_m = 16 if is_few else min(64, 8192 // padded_rank)
+    tile_m = min(max_tile_m, max(16, triton.next_power_of_2(triton.cdiv(num_rows, slots))))
+    tile_r = min(64, max(16, triton.next_power_of_2(parts * max_rank)))
+    # with few rows, programs take little memory, so that they start while the previous kernel runs
+    tile_k, stages, min_steps = (512 // size, 1, 1) if is_few else (256 // size, 3, 8)
+    tile_n = max(16, min(64 if is_few or gated else 128, 2**14 // (size * padded_rank)))
     # if there are few tiles, the inputs are split, so that more multiprocessors read A
-    num_tiles = triton.cdiv(num_rows, tile_m) * parts
-    splits = max(1, min(MAX_SPLITS, num_sms(x.device) // num_tiles, k // tile_k))
-    splits = 2 ** (splits.bit_length() - 1)  # a power of two, because each number of splits needs a compiled kernel
-    k_per_split = triton.cdiv(k, splits * tile_k) * tile_k
-    tiles = LoRATiles(
-        *(tile_m, tile_r, tile_k, tile_n, splits),
-        *(slots, triton.next_power_of_2(slots), stack.experts, parts, max_rank),
-    )
-    h = torch.empty((splits, parts, num_rows, max_rank), dtype=torch.float32, device=x.device)
-    rank_stride = stack.ranks.stride(0)
-    shared = 50 if is_few else 100  # the same percentage as the kernels before and after it: see `launch`
-    launch(_shrink_kernel, (row_tiles, splits, parts * triton.cdiv(max_rank, tile_r)), x.device, shared)(
-        x, stack.a, stack.ranks, groups, h, num_rows, k, k_per_split, rank_stride, TILES=tiles, num_warps=4
-    )
-    launch(_expand_kernel, (row_tiles, triton.cdiv(stack.max_outputs, tile_n), parts), x.device, shared)(
-        h,
-        stack.b,
-        stack.ranks,
-        stack.ends,
-        groups,
-        y,
-        num_rows,
-        n,
-        rank_stride,
-        TILES=tiles,
-        num_warps=4 if is_few else 8,
-    )
+    row_tiles = triton.cdiv(num_rows, tile_m)
+    num_tiles = row_tiles * triton.cdiv(parts * max_rank, tile_r)
+    splits = min(MAX_SPLITS if num_rows == 1 else MAX_SPLITS // 4, sms // num_tiles, k // (min_steps * tile_k))
+    loops = 1 if gated else row_tiles * triton.cdiv(stack.b.shape[1], tile_n) // (8 * sms)
+    # powers of two, because each value needs a compiled kernel
+    splits, loops = (2 ** (max(1, number).bit_length() - 1) for number in (splits, min(MAX_LOOPS, loops)))
+    sizes = slots, stack.experts, parts, max_rank, stack.alignment
+    return LoRATiles(tile_m, tile_k, stages, tile_r, tile_n, padded_rank, loops, splits, *sizes)
+
+
+def _shrink(x: torch.Tensor, stack, groups: RowGroups, tiles: LoRATiles) -> torch.Tensor:
+    """Return h = A x as summands [splits, T, parts * R] in the order of the groups."""
+    num_rows, k = x.shape
+    h = torch.empty((tiles.splits, num_rows, tiles.parts * tiles.max_rank), dtype=torch.float32, device=x.device)
+    ranks, shared = (stack.ranks, stack.ranks.stride(0)), _shared(num_rows)
+    grid = _num_row_tiles(num_rows, tiles), tiles.splits, triton.cdiv(h.shape[2], tiles.tile_r)
+    k_per_split = triton.cdiv(k, tiles.splits * tiles.tile_k) * tiles.tile_k
+    run = launch(_shrink_kernel, grid, x.device, shared)
+    run(x, stack.a, ranks, groups, h, num_rows, k, k_per_split, TILES=tiles, num_warps=4)
+    return h
+
+
+def _num_row_tiles(num_rows: int, tiles: LoRATiles) -> int:
+    """Return a number of tiles that is enough for any division of the rows into groups."""
+    return min(num_rows, num_rows // tiles.tile_m + tiles.slots)
+
+
+def _shared(num_rows: int) -> int:
+    """Return the same percentage of shared memory as that of the kernels before and after: see `launch`."""
+    return 50 if num_rows <= FEW_ROWS else 100
+
+
+def add_lora(y: torch.Tensor, x: torch.Tensor, stack, rows, gated: bool = False) -> torch.Tensor:
+    x, n, num_rows, groups = x.contiguous(), stack.b.shape[1], len(x), rows.groups
+    assert y.is_contiguous() and y.shape[1] == n
+    tiles = _tiles_of(x, stack, gated)
+    h = _shrink(x, stack, groups, tiles)
+    ranks, columns = (stack.ranks, stack.ranks.stride(0)), tiles.loops * tiles.tile_n
+    constants = dict(TILES=tiles, num_warps=8 if tiles.tile_m > 32 else 4)
+    if gated:
+        out = torch.empty((num_rows, n // 2), dtype=y.dtype, device=y.device)
+        grid = _num_row_tiles(num_rows, tiles) + 1, triton.cdiv(n // 2, columns)
+        run = launch(_expand_swiglu_kernel, grid, x.device, _shared(num_rows))
+        run(h, stack.b, ranks, groups, y, out, num_rows, n, **constants)
+        return out
+    grid = _num_row_tiles(num_rows, tiles), triton.cdiv(stack.max_outputs, columns), tiles.parts
+    run = launch(_expand_kernel, grid, x.device, _shared(num_rows))
+    run(h, stack.b, ranks, stack.ends, groups, y, num_rows, n, **constants)
+    return y
+
+
+def linear_of_row(x: torch.Tensor, weight: torch.Tensor, bias, stack, rows, gated: bool = False, out=None):
+    max_splits = gemv_tiles(x, weight, gated).tile_k // stack.b.shape[2]
+    if stack.alignment % MAX_OUTPUTS or not max_splits:
+        return NotImplemented
+    tiles = _tiles_of(x, stack)
+    tiles = tiles._replace(splits=min(tiles.splits, 1 << (max_splits.bit_length() - 1)))
+    h = _shrink(x, stack, rows.groups, tiles)
+    adapter = RowAdapter(h, stack.b, rows.slots, stack.ranks, stack.ends)
+    return gemv(x, weight, gated=gated, bias=bias, out=out, adapter=adapter)[0]
