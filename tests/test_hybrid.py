@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import pytest
@@ -96,6 +97,20 @@ SAVED: dict[str, torch.nn.Module] = {}  # models of text alone, by their folders
 
 def make_checkpoint(folder: Path, name: str, is_whole: bool = False) -> str:
     """Save a model of transformers with random weights, and the bundled tokenizer; whole ones have a vision part."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model, files = saved_model(name, is_whole, repr(CASES[name]))
+    for file, content in files.items():
+        (folder / file).write_bytes(content)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(TINY) / file, folder)
+    if not is_whole:
+        SAVED[str(folder)] = model
+    return str(folder)
+
+
+@cache
+def saved_model(name: str, is_whole: bool, case: str) -> tuple[torch.nn.Module, dict[str, bytes]]:
+    """It is not to be changed; and what transformers saves, by the file's name. `case` is that of the name."""
     family, layer_types, (heads, kv_heads, head_dim), delta_heads, entries = CASES[name]
     rope = entries.get("rope_parameters", ROPE) | (
         {"mrope_section": [head_dim // 8 - 2, 1, 1], "mrope_interleaved": True} if "5" in family else {}
@@ -137,12 +152,10 @@ def make_checkpoint(folder: Path, name: str, is_whole: bool = False) -> str:
             parameter.copy_(1.5 * noise - 2)
         else:
             parameter.add_(0.3 * noise)
-    model.save_pretrained(folder)
-    if not is_whole:
-        SAVED[str(folder)] = model
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(TINY) / file, folder)
-    return str(folder)
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        files = {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+    return model, files
 
 
 class Checkpoints:
