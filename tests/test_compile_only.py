@@ -102,7 +102,6 @@ assert launch_ordinary(invalid, (1,)).keywords["warmup"] is False
 gc.disable()
 compile_only(work)
 assert not gc.isenabled()
-print("done")
 """
 
 
@@ -125,18 +124,16 @@ def adapters(num_rows, dtype, sizes, max_rank, inputs=256, slots=3, experts=1):
 
 
 def work():
-    # each dtype and both kinds of tiles; a compilation takes a second, and three seconds for large tiles of float32
+    # each dtype, both kinds of tiles, and experts; a compilation takes half a second, and more for large tiles
     adapters(1, torch.float32, [64], 16, slots=1)
-    adapters(1, torch.float16, [64], 16, slots=1)
     adapters(300, torch.bfloat16, [64, 32, 32], 70)
-    adapters(40, torch.bfloat16, [64, 64], 8, slots=4, experts=256)
+    adapters(40, torch.float16, [64, 64], 8, slots=4, experts=256)
 
 
 compile_only(work)
 for kernel in (lora_gemm._shrink_kernel, lora_gemm._expand_kernel):
     found = kernels(kernel.jit)
-    assert len(found) == 4 and all(kernel.asm["cubin"] for kernel in found), found
-print("done")
+    assert len(found) == 3 and all(kernel.asm["cubin"] for kernel in found), found
 """
 
 
@@ -171,14 +168,10 @@ print("done")
 
 
 @pytest.mark.skipif(not hasattr(triton, "AsyncCompileMode"), reason="needs Triton 3.5")
-@pytest.mark.parametrize(
-    "code",
-    [PROGRAM, *(PROGRAM[: PROGRAM.index("def work()")] + code for code in (ADAPTERS, LARGE_HEADS))],
-    ids=["all", "adapters", "large heads"],
-)
-def test_kernels_are_compiled_side_by_side(tmp_path, code):
+def test_kernels_are_compiled_side_by_side(tmp_path):
+    """In one process, as a compiler takes half a second to start."""
     program = tmp_path / "program.py"  # Triton reads the source of kernels
-    program.write_text(code)
+    program.write_text(PROGRAM + ADAPTERS + LARGE_HEADS)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     streams = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
