@@ -460,14 +460,14 @@ def test_beams(make_hybrid, checkpoints):
 def test_abort(make_hybrid, checkpoints):
     """The rows of sequences that are dropped, in chunks of their prompt or while they decode, are used again."""
     llm = make_hybrid("qwen3_5", max_num_seqs=3, async_scheduling=True, **SCHEDULES["chunks"])
-    requests = make_requests()
+    requests = make_requests()[:10]
     for steps in (1, 4, 9):
         ids = [llm.add_request(*request) for request in requests[6:10]]
         for _ in range(steps):
             llm.step()
         for request_id in ids:
             llm.abort(request_id)
-    assert_same_as_reference(checkpoints.model("qwen3_5"), generate_by_steps(llm, requests))
+    assert_same_as_reference(checkpoints.model("qwen3_5"), generate_by_steps(llm, requests[1:7]))
 
 
 def test_hits_of_conversations(make_hybrid):
@@ -639,7 +639,7 @@ def test_drafts(make_hybrid, checkpoints, monkeypatch, drafts, margins, name, sc
 def test_methods_of_drafting(make_hybrid, margins, tmp_path):
     """But for heads, which test_heads.py has. A draft model has no states of its own. Few tokens are likely."""
     prompts, params = (x[:4] for x in random_requests(500, random.Random(3)))
-    params = few_likely(params)
+    params = [replace(x, max_tokens=min(x.max_tokens, 30)) for x in few_likely(params)]
     outputs = margins(make_hybrid("qwen3_5")).generate(prompts, params, use_tqdm=False)
     draft_model = make_dense_checkpoint(tmp_path / "draft", "llama")
     raw = json.loads((file := tmp_path / "draft/config.json").read_text())
@@ -912,7 +912,7 @@ def test_tokens_of_a_state_are_computed_alone(way, dtype, heads, state_dtype):
     plain = compute(delta_net_step.__wrapped__, delta_net_chunks.__wrapped__, alone)
     with context():
         expected = compute(step, chunks, alone)
-        for seed in range(4 if CUDA else 2):
+        for seed in range(4 if CUDA else 2 if way == "definitions" else 1):
             found = compute(step, chunks, random_steps(random.Random(seed), lengths))
             assert all(map(torch.equal, found, expected)), seed
     tolerance = TOLERANCE[max(dtype, state_dtype, key=TOLERANCE.get)]
@@ -923,7 +923,7 @@ def test_tokens_of_a_state_are_computed_alone(way, dtype, heads, state_dtype):
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 def test_drafts_change_no_bit(make_hybrid, state_dtype):
-    engine = partial(make_hybrid, "qwen3_5", mamba_ssm_cache_dtype=state_dtype)
+    engine = partial(make_hybrid, "qwen3_5-tied", mamba_ssm_cache_dtype=state_dtype)
     assert_drafts_change_no_bit(engine, 500, schedulings=[True])
 
 
