@@ -39,7 +39,7 @@ def check_whole(llm: LLM):
 def requests():
     """(prompt, params) of all kinds that a caller may have, each with a seed or greedy."""
     rng = random.Random(0)
-    prompts = [[rng.randrange(256, 2040) for _ in range(rng.choice([1, 5, 16, 40, 90]))] for _ in range(24)]
+    prompts = [[rng.randrange(256, 2040) for _ in range(rng.choice([1, 5, 16, 40, 90]))] for _ in range(16)]
     prompts[5:10] = [[*prompts[4], *prompt] for prompt in prompts[5:10]]
     kinds = [GREEDY, HOT, replace(HOT, n=3), replace(GREEDY, max_tokens=40), replace(HOT, max_tokens=1)]
     return [(prompt, replace(kinds[i % 5], seed=i)) for i, prompt in enumerate(prompts)]
@@ -281,7 +281,7 @@ def test_abort_of_another_request_in_a_stream(make_llm, requests, async_scheduli
 def test_others_decode_beside_beams(make_llm, requests):
     """A search takes a step for each of its tokens, and no more than every other one."""
     llm = make_llm(kvcache_block_size=16)
-    llm.add_request(requests[0][0], replace(GREEDY, max_tokens=200))
+    llm.add_request(requests[0][0], replace(GREEDY, max_tokens=100))
     llm.step()
     llm.beam_search(requests[1][0], BeamSearchParams(3, 40, ignore_eos=True))
     assert len(llm.step().new_tokens) > 35
@@ -310,7 +310,7 @@ def test_requests_of_a_thread_that_ended(make_llm, requests, alone):
 def test_fork_beside_a_step(make_llm, requests):
     """In the child, which has no thread that could make steps, every call says so, and `exit` waits for nothing."""
     llm = make_llm()
-    with threads(lambda: llm.generate(requests[0][0], replace(GREEDY, max_tokens=300), use_tqdm=False)):
+    with threads(lambda: llm.generate(requests[0][0], replace(GREEDY, max_tokens=120), use_tqdm=False)):
         while not llm.stats()["tokens"]["out"]:
             time.sleep(0.001)
         if (child := os.fork()) == 0:

@@ -257,9 +257,10 @@ def test_fused_forms_by_their_kernels(tmp_path, use_ops, monkeypatch, name, quan
         plain.clear()
         expected |= {rows: plain.step(rows, plain.model) for rows in steps}
     use_ops()
+    runner = Runner(folder, "triton", quantization=quantization)
     for steps in (SHORT_STEPS, KERNEL_STEPS):
-        runner = Runner(folder, "triton", quantization=quantization)
         if steps is KERNEL_STEPS:
+            runner.clear()
             fuse(runner.model)
         for rows in steps:
             assert_near(runner.step(rows, runner.model), expected[rows], quantization)

@@ -695,8 +695,8 @@ def test_answers_share_the_first_mask(llm, monkeypatch):
 
 
 def test_json_object(llm):
-    for seed in range(5):
-        output = answer(llm, params("json_object", True, seed=seed, temperature=1.5))
+    asks = [params("json_object", True, seed=seed, temperature=1.5) for seed in range(5)]
+    for output in llm.generate(["Hello"] * 5, asks, use_tqdm=False):
         if output.finish_reason == "stop":
             assert isinstance(json.loads(output.text), dict)
 
@@ -808,9 +808,10 @@ def test_allowed_ids_and_bad_words(llm):
 
 def test_penalties_and_filters(llm):
     others = dict(temperature=1.3, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.3, presence_penalty=0.5)
-    for seed in range(4):
-        output = answer(llm, params("regex", "([a-z]{2,6} ){3}[a-z]+", seed=seed, max_tokens=60, **others))
-        assert output.finish_reason == "length" or re.fullmatch("([a-z]{2,6} ){3}[a-z]+", output.text)
+    pattern = "([a-z]{2,6} ){3}[a-z]+"
+    asks = [params("regex", pattern, seed=seed, max_tokens=60, **others) for seed in range(4)]
+    for output in llm.generate(["Hello"] * 4, asks, use_tqdm=False):
+        assert output.finish_reason == "length" or re.fullmatch(pattern, output.text)
 
 
 def test_a_length_ends_an_answer(llm):
