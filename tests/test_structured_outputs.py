@@ -697,6 +697,7 @@ def test_answers_share_the_first_mask(llm, monkeypatch):
 def test_json_object(llm):
     asks = [params("json_object", True, seed=seed, temperature=1.5) for seed in range(5)]
     for output in llm.generate(["Hello"] * 5, asks, use_tqdm=False):
+        assert output.finish_reason in ("stop", "length")
         if output.finish_reason == "stop":
             assert isinstance(json.loads(output.text), dict)
 
