@@ -1564,7 +1564,7 @@ def test_streams_that_outlast_the_draining_end_with_an_error(path, body, error, 
 
 def test_many_connections_and_clients_that_do_not_read(monkeypatch):
     monkeypatch.setattr(http_responses, "WRITE_SECONDS", 0.2)
-    with running(max_connections=8, request_timeout=0.5) as server:
+    with running(max_connections=8, request_timeout=1.0) as server:
         body = dict(prompt=PROMPT, max_tokens=1900, ignore_eos=True, stream=True, n=8, logprobs=20)
         content = json.dumps(body).encode()
         idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(4)]
