@@ -379,7 +379,7 @@ def test_outputs_of_others_before_an_error(make_llm):
 @BOTH_WAYS
 def test_engine_runs_ahead_of_a_stream_by_a_bound(make_llm, requests, async_scheduling):
     llm = make_llm(async_scheduling=async_scheduling)
-    stream = llm.stream(requests[0][0], replace(GREEDY, max_tokens=200))
+    stream = llm.stream(requests[0][0], replace(GREEDY, max_tokens=100))
     next(stream)
     count = lambda: llm.engine_thread.call(lambda: llm.scheduler.totals["output_tokens"])
     while count() < MAX_STEPS_AHEAD:
@@ -387,7 +387,7 @@ def test_engine_runs_ahead_of_a_stream_by_a_bound(make_llm, requests, async_sche
     time.sleep(0.1)
     assert count() <= 2 * MAX_STEPS_AHEAD  # the reader has taken some, and as many wait for it
     assert llm.generate(*requests[1], use_tqdm=False)  # others go on, and the stream with them
-    assert len([*stream]) == 199
+    assert len([*stream]) == 99
     check_whole(llm)
 
 
