@@ -119,21 +119,31 @@ def adapters(num_rows, dtype, sizes, max_rank, inputs=256, slots=3, experts=1):
     ranks = torch.full((slots, 2 * len(sizes)), 3, **ints)[:, : len(sizes)]
     stack = LoRAStack(a, b, ranks, torch.tensor(sizes, **ints).cumsum(0).int(), max(sizes), experts)
     x, y = torch.randn(num_rows, inputs, dtype=dtype), torch.randn(num_rows, sum(sizes), dtype=dtype)
-    rows = lora_gemm.group_rows(torch.zeros(num_rows, **ints), rows)
-    lora_gemm.add_lora(y, x, stack, SimpleNamespace(groups=rows))
+    slots_of_rows = torch.zeros(num_rows, **ints)
+    rows = SimpleNamespace(slots=slots_of_rows, groups=lora_gemm.group_rows(slots_of_rows, rows))
+    lora_gemm.add_lora(y, x, stack, rows)
+    if num_rows == 1:
+        lora_gemm.add_lora(y, x, stack, rows, gated=True)
+        weight = torch.randn(sum(sizes), inputs, dtype=dtype)
+        lora_gemm.linear_of_row(x, weight, None, stack._replace(alignment=16), rows, gated=True)
 
 
 def work():
     # each dtype, both kinds of tiles, and experts; a compilation takes half a second, and more for large tiles
-    adapters(1, torch.float32, [64], 16, slots=1)
+    adapters(1, torch.float32, [64, 64], 16, slots=1)
     adapters(300, torch.bfloat16, [64, 32, 32], 70)
     adapters(40, torch.float16, [64, 64], 8, slots=4, experts=256)
 
 
 compile_only(work)
-for kernel in (lora_gemm._shrink_kernel, lora_gemm._expand_kernel):
+for kernel, number in (
+    (lora_gemm._shrink_kernel, 4),
+    (lora_gemm._expand_kernel, 3),
+    (lora_gemm._expand_swiglu_kernel, 1),
+    (gemv._gemv_kernel, 3),  # two of them from before
+):
     found = kernels(kernel.jit)
-    assert len(found) == 3 and all(kernel.asm["cubin"] for kernel in found), found
+    assert len(found) == number and all(kernel.asm["cubin"] for kernel in found), (kernel.jit, found)
 """
 
 
