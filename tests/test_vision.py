@@ -4,6 +4,7 @@ import asyncio
 import base64
 import io
 import json
+import os
 import random
 import sys
 import tracemalloc
@@ -12,8 +13,9 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import count
 from pathlib import Path
-from threading import Thread, current_thread
+from threading import Barrier, Thread, current_thread
 from time import sleep
 from typing import ClassVar
 
@@ -30,6 +32,7 @@ from nanovllm.models import ModelConfig, make_model
 from nanovllm.utils.loader import load_model
 from nanovllm.vision import image_prompts, image_urls
 from nanovllm.vision.image_budget import cost_of_image
+from nanovllm.vision.image_reader import ImageReader
 from nanovllm.vision.prompt_images import PromptImages, images_in
 from nanovllm.vision.vision_runner import ImageStore, vision_runner
 
@@ -598,6 +601,34 @@ def test_forms_of_images(make_vision, tmp_path):
     assert outputs[0].prompt_token_ids.count(PAD_ID) > 10
     events = [*llm.stream(chats[0], params)]
     assert [x for event in events for x in event.token_ids] == outputs[0].outputs[0].token_ids
+
+
+def test_images_of_several_prompts(make_vision, monkeypatch, tmp_path):
+    """Threads read them at the same time, also an image of several prompts that is not decoded yet."""
+    llm, read, together, number = make_vision(), ImageReader.read, Barrier(2, timeout=20), count()
+    picture(70, 50).save(tmp_path / "a.png")
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, detokenize=False)
+
+    def make_prompts() -> list[dict]:
+        first, second = Image.open(tmp_path / "a.png"), np.asarray(picture(60, 90))
+        return [with_images(random.Random(i), x) for i, x in enumerate((first, second, first, second))]
+
+    def wait_and_read(self, source):
+        if next(number) < 2:
+            together.wait()
+        return read(self, source)
+
+    alone = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in make_prompts()]
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(ImageReader, "read", wait_and_read)
+    prompts = [*make_prompts(), {"prompt_token_ids": [5, 6]}]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [x.prompt_token_ids for x in outputs] == [*(x.prompt_token_ids for x in alone), [5, 6]]
+    assert [x.outputs[0].token_ids for x in outputs[:4]] == [x.outputs[0].token_ids for x in alone]
+    prompts[1] = with_images(random.Random(1), b"no image")
+    with pytest.raises(ValueError, match="multi_modal_data: image: can't be read"):
+        llm.generate(prompts, params, use_tqdm=False)
+    assert llm.is_finished()
 
 
 def test_vllm_prompts(checkpoint):

@@ -19,7 +19,7 @@ from nanovllm.engine.scheduling_policy import FCFS, SchedulingPolicy
 from nanovllm.engine.sequence import Sequence, packed_ids
 from nanovllm.pooling.task import check_task
 from nanovllm.requests.detokenizer import TokenBytes
-from nanovllm.requests.prompts import as_priorities, as_prompts, read_prompt
+from nanovllm.requests.prompts import as_priorities, as_prompts, read_images, read_prompt
 from nanovllm.requests.recommended_params import recommended_params
 from nanovllm.requests.request import Adapters, CompletionRequest, Prompt
 from nanovllm.requests.streamed_request import StreamedRequest
@@ -95,6 +95,7 @@ class InputProcessor:
         params = sampling_params if isinstance(sampling_params, (list, tuple)) else [sampling_params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts: pass one, or one for each")
+        prompts = prompts if is_plain else read_images(prompts, template_arguments, self)
         per_prompt = zip(prompts, params, priority or [0] * len(prompts))
         return [
             self.request(prompt, prompt_params, kind, i, template_arguments, prompt_priority)

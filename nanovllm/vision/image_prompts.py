@@ -1,10 +1,12 @@
 """Reads prompts and conversations that contain images."""
 
+import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.requests.chat_templates import IMAGE_PART
-from nanovllm.requests.prompts import image_source, is_conversation, read_text_prompt
+from nanovllm.requests.prompts import has_images, image_source, is_conversation, read_text_prompt
 from nanovllm.vision.image_reader import MAX_PIXELS, ImageReader
 from nanovllm.vision.prompt_images import PromptImage, PromptImages
 
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     from nanovllm.requests.input_processor import InputProcessor
 
 
+MAX_THREADS = 16
 MAX_PROMPT_PIXELS = 2 * MAX_PIXELS  # of a prompt's images before scaling, because decoding takes time
 
 
@@ -65,6 +68,25 @@ class ImagePrompts:
                 raise ValueError(f"prompt: has at least {num_tokens} tokens; {bound}")
         token_ids = [*_expanded(token_ids, images, image_token_id)]
         return text, token_ids, PromptImages(images, token_ids, image_token_id)
+
+    def read_all(self, prompts: list, template_arguments: Mapping | None, processor: "InputProcessor") -> list:
+        """Return the prompts. Prompts with images become their text, token ids and PromptImages.
+
+        Several threads read the images. Raises the errors of the first wrong prompt, as `InputProcessor.tokenize` does.
+        """
+
+        def read(prompt: Any) -> Any:
+            if not has_images(prompt):
+                return prompt
+            text, token_ids, images = processor.tokenize(prompt, template_arguments)
+            return {"prompt": text, "prompt_token_ids": token_ids, "multi_modal_data": images}
+
+        with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
+            try:
+                return [*pool.map(read, prompts)]
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
 
 
 def _expanded(token_ids: list[int], images: list[PromptImage], image_token_id: int) -> Iterator[int]:

@@ -8,6 +8,7 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,6 +41,7 @@ class ImageReader:
 
     def __init__(self, config: "Config"):
         self.config, self.vision = config, config.model_config.vision
+        self._decoding = Lock()
 
     def read(self, source: Any, is_trusted: bool = True) -> PromptImage:
         """Read an image from one of KINDS.
@@ -63,7 +65,11 @@ class ImageReader:
         return PromptImage(patches, *shape, digest)
 
     def open(self, source: Any, is_trusted: bool = True) -> Any:
-        """Return a PIL image that is not decoded yet. Arguments and errors are the same as for `read`."""
+        """Return a PIL image. Arguments and errors are the same as for `read`.
+
+        Only a PIL image of the caller is decoded already, because several threads may read it.
+        """
+        is_shared = isinstance(source, Image.Image)
         if isinstance(source, str) and (source.startswith("data:") or not is_trusted):
             source = fetch(source, self.config, MAX_BYTES)
         elif isinstance(source, (str, Path)):
@@ -80,6 +86,9 @@ class ImageReader:
             if (num_pixels := source.width * source.height) > MAX_PIXELS or not num_pixels:
                 bound = f"must have between 1 and {MAX_PIXELS} pixels"
                 raise ValueError(f"image: has {source.width} x {source.height} pixels: {bound}")
+            if is_shared:
+                with self._decoding:
+                    source.load()
         return source
 
     def _in_rgb(self, image: Any) -> Any:
