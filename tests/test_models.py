@@ -6,11 +6,13 @@ The reference is transformers' own class in float32, in one forward pass over a 
 import json
 import random
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Barrier
 
 import pytest
 import torch
@@ -23,7 +25,6 @@ from torch import nn
 from nanovllm import SamplingParams
 from nanovllm.cache.kv_cache import KVCache
 from nanovllm.config import Config
-from nanovllm.distributed.process_group import connect
 from nanovllm.layers.attention import Attention
 from nanovllm.models import ModelConfig, make_model
 from nanovllm.models.llama import LlamaForCausalLM
@@ -32,6 +33,7 @@ from nanovllm.models.shared.windows import fields_of_sizes
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.families import MODELS
 from nanovllm.utils.loader import load_model
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 MARGIN = 2e-4  # of logits: a smaller lead than this is a tie, and either token is right
 VOCAB_SIZE = 512
@@ -293,18 +295,21 @@ def shared_reference(folder: str) -> nn.Module:
 
 
 def assert_same_as_transformers(folder: str, outputs: list, model: nn.Module | None = None, error=1e-3) -> None:
-    """By default, the reference is the checkpoint in `folder`."""
-    model = model or shared_reference(folder)
-    for output in outputs:
-        (answer,), prompt = output.outputs, output.prompt_token_ids
-        logits = model(torch.tensor([prompt + answer.token_ids])).logits[0, :-1]
-        logprobs = logits.log_softmax(-1)
-        found = [*(output.prompt_logprobs or [{}] * len(prompt))[1:], *answer.logprobs]
-        for i, (token_id, ours) in enumerate(zip(prompt[1:] + answer.token_ids, found, strict=True)):
-            for other, logprob in ours.items():
-                assert logprob.logprob == pytest.approx(logprobs[i, other].item(), abs=error), (len(prompt), i)
-            if i >= len(prompt) - 1:
-                assert logits[i].max() - logits[i, token_id] < MARGIN, (len(prompt), i)
+    """By default, the reference is the checkpoint in `folder`. It computes all outputs at once."""
+    sequences = [output.prompt_token_ids + output.outputs[0].token_ids for output in outputs]
+    longest = max(map(len, sequences))  # no token sees those behind it, so any may be there
+    batch = torch.tensor([token_ids + [0] * (longest - len(token_ids)) for token_ids in sequences])
+    for output, token_ids, logits in zip(outputs, sequences, (model or shared_reference(folder))(batch).logits):
+        (answer,), n = output.outputs, len(output.prompt_token_ids)
+        logits = logits[: len(token_ids) - 1]
+        found = [*(output.prompt_logprobs or [{}] * n)[1:], *answer.logprobs]
+        assert len(found) == len(logits)
+        positions, ids = zip(*((i, token_id) for i, ours in enumerate(found) for token_id in ours))
+        ours = torch.tensor([logprob.logprob for ours in found for logprob in ours.values()])
+        difference = (ours - logits.log_softmax(-1)[positions, ids]).abs()
+        assert (difference <= error).all(), (n, positions[difference.nan_to_num(torch.inf).argmax()])
+        lead = logits[n - 1 :].amax(-1) - logits[range(n - 1, len(logits)), answer.token_ids]
+        assert (lead < MARGIN).all(), (n, lead)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -318,15 +323,47 @@ def test_parity(make_llm, tmp_path, name):
     assert outputs[-1]["num_cached_tokens"] == 32 and llm.stats()["steps"]["mixed"] > 0
 
 
+class ThreadRanks(TensorParallel):
+    """A rank that is a thread of this process. Its collectives take and change tensors as those of gloo do."""
+
+    def __init__(self, rank: int, size: int, shared: list, barrier: Barrier):
+        super().__init__(rank, size)
+        self.shared, self.barrier_of_threads = shared, barrier
+
+    def combine(self, x: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Return the result of a function for the stack of every rank's x."""
+        assert x.is_contiguous()
+        self.shared[self.rank] = x
+        self.barrier_of_threads.wait()
+        result = function(torch.stack(self.shared))
+        self.barrier_of_threads.wait()  # until all have read x
+        return result
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(self.combine(x, lambda parts: parts.sum(0)))
+
+    def all_reduce_max(self, keys: torch.Tensor) -> torch.Tensor:
+        return keys.copy_(self.combine(keys, lambda parts: parts.amax(0)))
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return self.combine(x.contiguous(), lambda parts: parts.transpose(0, 1).flatten(1))
+
+
+GROUPS: dict[tuple[Path, int], tuple[list, Barrier]] = {}  # what threads of a test share
+
+
 @torch.no_grad()
 def logits_of_rank(
     rank: int, size: int, folder: str, store: Path, prompt: list[int], expert_parallel: bool = False, **settings
 ) -> torch.Tensor:
-    """[len(prompt), vocabulary], of a rank that is a thread. `settings` replace fields of ModelConfig."""
+    """[len(prompt), vocabulary], of a rank that is a thread. `settings` replace fields of ModelConfig.
+
+    `store` is a folder of the test, and the same for all ranks.
+    """
     config, num_tokens = replace(ModelConfig.read(Path(folder)), **settings), len(prompt)
     if expert_parallel:
         config = replace(config, moe=replace(config.moe, expert_parallel=True))
-    tp = connect(rank, size, store, torch.device("cpu"), 0)
+    tp = ThreadRanks(rank, size, *GROUPS.setdefault((store, size), ([None] * size, Barrier(size, timeout=30))))
     model = make_model(config, MAX_LEN, tp)
     load_model(model, Path(folder), torch.device("cpu"))
     for layer in model.modules():
@@ -337,9 +374,7 @@ def logits_of_rank(
     starts, table = torch.tensor([0, num_tokens], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
     context = Context(True, starts, num_tokens, positions, starts[1:], table, max_context_len=num_tokens)
     with attention_context(context):
-        logits = model.compute_logits(model(torch.tensor(prompt), positions))
-    tp.close()
-    return logits
+        return model.compute_logits(model(torch.tensor(prompt), positions))
 
 
 @pytest.mark.parametrize(
