@@ -8,6 +8,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from itertools import islice
 from time import sleep
 from types import SimpleNamespace
@@ -505,7 +506,7 @@ def test_hits_of_conversations(num_blocks, num_rows, settings, least):
 # -- with a model ------------------------------------------------------------------------------------------------------
 
 
-def make_requests(first_id: int, end_id: int) -> list[tuple[list[int], SamplingParams]]:
+def make_requests(first_id: int, end_id: int, longest: int = 10) -> list[tuple[list[int], SamplingParams]]:
     """Return (prompt, params) with shared beginnings, of which some continue earlier ones."""
     rng = random.Random(0)
     texts = [[rng.randrange(first_id, end_id) for _ in range(150)] for _ in range(4)]
@@ -513,7 +514,8 @@ def make_requests(first_id: int, end_id: int) -> list[tuple[list[int], SamplingP
     for i in range(11):
         prompt = rng.choice(texts)[: rng.randint(60, 150)]
         prompt += [rng.randrange(first_id, end_id) for _ in range(rng.randint(1, 40))]
-        params = SamplingParams(temperature=i % 2, seed=i, max_tokens=rng.randint(1, 20), ignore_eos=True, n=1 + i % 3)
+        max_tokens = rng.randint(1, longest)
+        params = SamplingParams(temperature=i % 2, seed=i, max_tokens=max_tokens, ignore_eos=True, n=1 + i % 3)
         requests.append((prompt, params))
     return requests * 3
 
@@ -549,10 +551,15 @@ SETTINGS_OF_ENGINES = {
 }
 
 
+@cache
+def row_bytes_of(model: str) -> int:
+    with LLM(model, dtype="float32", device="cpu", **SMALL) as llm:
+        return row_bytes(llm.model_runner)
+
+
 def gib(num_rows: int, model: str) -> float:
     """Return the `swap_space` for so many blocks of a model."""
-    with LLM(model, dtype="float32", device="cpu", **SMALL) as llm:
-        return (num_rows + 0.5) * row_bytes(llm.model_runner) / 2**30
+    return (num_rows + 0.5) * row_bytes_of(model) / 2**30
 
 
 @pytest.fixture
@@ -592,23 +599,34 @@ class Other(NamedTuple):
     expected: list
 
 
-@pytest.fixture(scope="module", params=["states", "windows"])
-def other(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param) / "model"
-    if request.param == "states":
-        from test_hybrid import make_checkpoint, poison  # skips the test with transformers 4
+@pytest.fixture(scope="module")
+def make_other(tmp_path_factory):
+    """Return a function that makes each kind once."""
 
-        folder, spoil = make_checkpoint(folder, "qwen3_5-tied"), poison
-    else:
-        import test_windows
+    @cache
+    def make(kind: str) -> Other:
+        folder = tmp_path_factory.mktemp(kind) / "model"
+        if kind == "states":
+            from test_hybrid import make_checkpoint, poison  # skips the test with transformers 4
 
-        if not test_models.V5:
-            pytest.skip("transformers 4 does not have this form of the family")
-        with patch.dict(test_models.CASES, windows=test_windows.WINDOWED["gemma3-windows"].case):
-            folder, spoil = test_models.make_checkpoint(folder, "windows"), test_windows.spoil_free_blocks
-    requests = make_requests(5, 500)[:14]
-    with LLM(folder, dtype="float32", device="cpu", kvcache_block_size=16, num_kvcache_blocks=400) as llm:
-        return Other(spoil, folder, row_bytes(llm.model_runner), requests, answers(llm, requests))
+            folder, spoil = make_checkpoint(folder, "qwen3_5-tied"), poison
+        else:
+            import test_windows
+
+            if not test_models.V5:
+                pytest.skip("transformers 4 does not have this form of the family")
+            with patch.dict(test_models.CASES, windows=test_windows.WINDOWED["gemma3-windows"].case):
+                folder, spoil = test_models.make_checkpoint(folder, "windows"), test_windows.spoil_free_blocks
+        requests = make_requests(5, 500, longest=16)[:14]
+        with LLM(folder, dtype="float32", device="cpu", kvcache_block_size=16, num_kvcache_blocks=400) as llm:
+            return Other(spoil, folder, row_bytes(llm.model_runner), requests, answers(llm, requests))
+
+    return make
+
+
+@pytest.fixture(params=["states", "windows"])
+def other(request, make_other):
+    return make_other(request.param)
 
 
 OTHERS = {
@@ -634,6 +652,7 @@ def test_states_and_windows(make_llm, monkeypatch, other, name):
     assert answers(llm, other.requests) == other.expected
     stats = llm.stats()
     assert stats["tiers"]["host_hits"] > 100 and stats["blocks"]["used"] == 0
+    assert stats["preemptions"] > 0 or not llm.config.num_states
     if llm.config.enable_sleep_mode:
         llm.sleep()
         llm.wake_up()
@@ -681,7 +700,7 @@ def test_aborts(make_tiered, requests, expected, async_scheduling):
             live[llm.add_request(prompt, params)] = i
         for output in llm.step().finished:
             ended[live.pop(output.request_id)] = [answer.token_ids for answer in output.outputs]
-        if live and rng.random() < 0.02:
+        if live and rng.random() < 0.04:
             llm.abort(rng.choice([*live]))
     assert llm.stats()["tiers"]["loaded_blocks"] > 20
     cut = [i for i, outputs in ended.items() if outputs != expected[i]]
@@ -723,7 +742,7 @@ def test_sleep_drops_the_blocks(make_tiered, requests, expected):
 
 
 def test_beams(make_llm, make_tiered, requests):
-    params = BeamSearchParams(beam_width=3, max_tokens=20)
+    params = BeamSearchParams(beam_width=3, max_tokens=10)
     prompts = [prompt for prompt, _ in requests[11:22]]
     plain, llm = make_llm(), make_tiered(num_rows=500)
     found, expected = (
@@ -731,7 +750,7 @@ def test_beams(make_llm, make_tiered, requests):
         for engine in (llm, plain)
     )
     assert found == expected
-    assert llm.stats()["tiers"]["loaded_blocks"] > 10
+    assert llm.stats()["tiers"]["loaded_blocks"] > 10 and llm.stats()["preemptions"] > 0
 
 
 def test_refusals(make_llm):
