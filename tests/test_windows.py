@@ -1,8 +1,10 @@
 """Models in which some layers have a window, and block tables of their own whose old blocks are freed."""
 
 import random
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -63,28 +65,38 @@ SCHEDULES = {
 
 
 @pytest.fixture(scope="module")
-def name(request):
-    name = getattr(request, "param", "gemma3-windows")
-    CASES[name] = WINDOWED[name].case
-    yield name
-    del CASES[name]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, name):
-    return make_checkpoint(tmp_path_factory.mktemp("windows") / "model", name)
-
-
-@pytest.fixture(scope="module")
-def reference(folder):
-    model = reference_model(folder)
+def make_once(tmp_path_factory):
+    """Return a function that makes each checkpoint once, and its reference, which remembers what it has computed."""
 
     @cache
-    @torch.no_grad()
-    def logprobs(*token_ids: int) -> torch.Tensor:
-        return model(torch.tensor([token_ids])).logits[0].log_softmax(-1)
+    def make(name: str):
+        with patch.dict(CASES, {name: WINDOWED[name].case}):
+            folder = make_checkpoint(tmp_path_factory.mktemp("windows") / "model", name)
+        model = reference_model(folder)
 
-    return logprobs
+        @cache
+        @torch.no_grad()
+        def logprobs(*token_ids: int) -> torch.Tensor:
+            return model(torch.tensor([token_ids])).logits[0].log_softmax(-1)
+
+        return folder, logprobs
+
+    return make
+
+
+@pytest.fixture
+def name(request):
+    return getattr(request, "param", "gemma3-windows")
+
+
+@pytest.fixture
+def folder(make_once, name):
+    return make_once(name)[0]
+
+
+@pytest.fixture
+def reference(make_once, name):
+    return make_once(name)[1]
 
 
 @pytest.fixture
@@ -106,9 +118,10 @@ def spoil_free_blocks(llm):
     return llm
 
 
-def windowed_requests(number: int = 7) -> list[tuple[list[int], SamplingParams]]:
+def windowed_requests(number: int = 7, longest: int = 17) -> list[tuple[list[int], SamplingParams]]:
     """Some prompts are longer than the window, and some of them begin alike."""
-    rng, requests = random.Random(1), make_requests(number)
+    rng = random.Random(1)
+    requests = [(prompt, replace(x, max_tokens=min(x.max_tokens, longest))) for prompt, x in make_requests(number)]
     longer = [rng.randrange(5, 500) for _ in range(70)]
     return [(longer + prompt if i % 3 == 0 else prompt, params) for i, (prompt, params) in enumerate(requests)]
 
@@ -140,7 +153,7 @@ def test_same_as_transformers(make_windowed, name, reference, schedule, async_sc
     assert (llm.config.num_window_tables, [*llm.config.table_views]) == WINDOWED[name][1:]
     assert llm.config.cache_window == 23 and len(llm.model_runner.cache_groups) == 1
     assert isinstance(llm.scheduler.block_manager, WindowBlockManager)
-    requests = windowed_requests({"one at a time": 4, "preemptions": 9}.get(schedule, 7))
+    requests = windowed_requests(*{"one at a time": (4,), "preemptions": (9, 30)}.get(schedule, ()))
     assert_same_as_reference(reference, llm.generate(*map(list, zip(*requests)), use_tqdm=False))
     outputs = generate_by_steps(llm, requests[::2])  # again, with prefix hits
     assert_same_as_reference(reference, outputs)
