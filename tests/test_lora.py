@@ -8,6 +8,7 @@ from functools import partial
 from math import sqrt
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -151,11 +152,12 @@ def test_parity(make_llm, adapters, tmp_path, name):
     assert_merged(folder, outputs, mixed(found))
     assert llm.stats()["steps"]["mixed"] > 0
     # without adapters, the first tokens are less or more likely, unless they have no adapter
-    plain = shared_reference(folder)
-    for output, adapter in zip(outputs, mixed(found)):
+    lengths, longest = [len(output.prompt_token_ids) for output in outputs], max(len(x.prompt_token_ids) for x in outputs)
+    prompts = [output.prompt_token_ids + [0] * (longest - n) for output, n in zip(outputs, lengths)]
+    plain = shared_reference(folder)(torch.tensor(prompts)).logits.log_softmax(-1)
+    for output, adapter, without, n in zip(outputs, mixed(found), plain, lengths):
         (token_id, *_), (logprobs, *_) = output.outputs[0].token_ids, output.outputs[0].logprobs
-        without = plain(torch.tensor([output.prompt_token_ids])).logits[0, -1].log_softmax(-1)[token_id]
-        assert (abs(logprobs[token_id].logprob - without) > 2e-5) == (adapter is not None)
+        assert (abs(logprobs[token_id].logprob - without[n - 1, token_id]) > 2e-5) == (adapter is not None)
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
@@ -257,16 +259,16 @@ def test_parity_on_kernels(use_ops, make_llm, adapters, tmp_path, name):
     use_ops()
     folder = make_checkpoint(tmp_path / "model", name)
     found = adapters(folder)
-    llm, sizes = make_llm(folder, attention_backend="triton", **LORA), []
+    llm, sizes = make_llm(folder, attention_backend="triton", **LORA | {"max_num_batched_tokens": 18}), []
     llm.core.on_step.append(lambda step, result: sizes.append((sum(step.chunk_lens), step.num_decodes)))
     (prompt, params), *_ = requests()
-    lengths, used = ((34, 2), (1, 2), (5, 3)), [found[0], None, found[1]]
+    lengths, used = ((20, 2), (1, 2), (5, 3)), [found[0], None, found[1]]
     limited = [
         (prompt[:length], replace(params, max_tokens=n), 0, adapter and adapter.request)
         for (length, n), adapter in zip(lengths, used)
     ]
     assert_merged(folder, generate_by_steps(llm, limited), used)
-    assert sizes[0] == (32, 0) and sizes[-2:] == [(0, 3), (0, 1)]
+    assert sizes[0] == (18, 0) and sizes[-2:] == [(0, 3), (0, 1)]
     modules = [*llm.model_runner.model.modules()]
     for form in (FusedAttention, FusedMLP):
         assert len([module for module in modules if isinstance(module, form)]) == 2
@@ -313,7 +315,7 @@ def test_two_ranks(make_llm, adapters, tmp_path, name):
     folder = make_checkpoint(tmp_path / "model", name)
     found = adapters(folder)
     llm = make_llm(folder, tensor_parallel_size=2, **LORA)
-    assert_merged(folder, generate_by_steps(llm, arguments_of(mixed(found))), mixed(found))
+    assert_merged(folder, generate_by_steps(llm, arguments_of(mixed(found), max_tokens=2)), mixed(found))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -328,7 +330,8 @@ def test_hybrids(make_llm, tmp_path, num_ranks):
         assert any("linear_attn" in name for name in found[0].tensors)
         assert name == "qwen3_5" or any("shared_expert" in name for name in found[0].tensors)
         llm = make_llm(folder, tensor_parallel_size=num_ranks, **LORA | {"num_kvcache_blocks": 80})
-        assert_merged(folder, generate_by_steps(llm, arguments_of(mixed(found))), mixed(found))
+        requests = arguments_of(mixed(found), max_tokens=5 if num_ranks == 1 else 2)
+        assert_merged(folder, generate_by_steps(llm, requests), mixed(found))
 
 
 def test_shared_experts_are_not_stacked(make_llm, tmp_path):
@@ -488,11 +491,12 @@ def check_padded_steps(make_llm, monkeypatch, model: str, found: list[PEFTAdapte
     runner.buffers = make_buffers(llm.config, torch.device("cpu"))
     shapes, buffer = graphs.graph_shapes(llm.config, runner.backend), runner.buffers.device
     parts = runner.pad_req_index, runner.run_batch, runner.sample_and_accept
+    rest = None, lambda: patch.object(runner.model.model, "layers", nn.ModuleList())  # nothing is compiled
     with torch.inference_mode():
-        runner.graphs = graphs.DecodeGraphs(llm.config, buffer, runner.forward, pool=None)
-        runner.mixed_graphs = graphs.MixedGraphs(shapes, llm.config.max_num_seqs, buffer, *parts, pool=None)
+        runner.graphs = graphs.DecodeGraphs(llm.config, buffer, runner.forward, *rest)
+        runner.mixed_graphs = graphs.MixedGraphs(shapes, llm.config.max_num_seqs, buffer, *parts, *rest)
     used = [found[0], None, found[1], found[0], found[2]]
-    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=0, detokenize=False)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0, detokenize=False)
     rng = random.Random(1)
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(n)] for n in (14, 3, 1, 9, 5)]
     outputs = generate_by_steps(llm, [(p, params, 0, x and x.request) for p, x in zip(prompts, used)])
@@ -692,9 +696,9 @@ def test_random_load(make_llm, model, tmp_path):
         if aborted:
             llm.abort(aborted.pop())
     assert sorted(outputs) == ids
-    for request_id, adapter in zip(ids, used):
-        if outputs[request_id].finish_reason == "length":
-            assert_merged(model, [outputs[request_id]], [adapter])
+    ended = [(outputs[i], adapter) for i, adapter in zip(ids, used) if outputs[i].finish_reason == "length"]
+    assert len(ended) >= 35
+    assert_merged(model, *zip(*ended))
     slots = llm.core.adapters.slots
     assert len(slots._stored) == 2 and not slots._free
 
