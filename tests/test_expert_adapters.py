@@ -166,17 +166,17 @@ def of_families(*names: str) -> list[str]:
 def test_parity(make_llm, tmp_path, name):
     """Three adapters share two slots; chunks, decodes next to them, and hits of the prefix cache. In each form."""
     folder = make_model(tmp_path / "model", name)
-    llm, outputs_of = make_llm(folder, **EXPERTS), {}
+    llm, answered = make_llm(folder, **EXPERTS), []
     for number, forms in enumerate(FORMS):
         used = mixed(make_adapters(tmp_path / f"{number}", shared_reference(folder), forms, 1 + 3 * number))
-        outputs_of[*used] = generate_by_steps(llm, arguments_of(used))
-        assert_merged(folder, outputs_of[*used], used)
+        answered.append((used, generate_by_steps(llm, arguments_of(used))))
+        assert_merged(folder, answered[-1][1], used)
     assert llm.stats()["steps"]["mixed"] > 0
     alone = [generate_by_steps(llm, [request])[0] for request in arguments_of(used, max_tokens=3)[:3]]
     assert_merged(folder, alone, used[:3])
     plain = generate_by_steps(llm, arguments_of([None] * 8, max_tokens=2))
     assert_merged(folder, plain, [None] * 8)
-    for used, outputs in outputs_of.items():
+    for used, outputs in answered:
         pairs = [[next(iter(x.outputs[0].logprobs[0].values())).logprob for x in pair] for pair in zip(outputs, plain)]
         assert [abs(a - b) > 2e-5 for a, b in pairs] == [adapter is not None for adapter in used]
 

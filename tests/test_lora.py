@@ -152,8 +152,8 @@ def test_parity(make_llm, adapters, tmp_path, name):
     assert_merged(folder, outputs, mixed(found))
     assert llm.stats()["steps"]["mixed"] > 0
     # without adapters, the first tokens are less or more likely, unless they have no adapter
-    lengths, longest = [len(output.prompt_token_ids) for output in outputs], max(len(x.prompt_token_ids) for x in outputs)
-    prompts = [output.prompt_token_ids + [0] * (longest - n) for output, n in zip(outputs, lengths)]
+    lengths = [len(output.prompt_token_ids) for output in outputs]
+    prompts = [output.prompt_token_ids + [0] * (max(lengths) - n) for output, n in zip(outputs, lengths)]
     plain = shared_reference(folder)(torch.tensor(prompts)).logits.log_softmax(-1)
     for output, adapter, without, n in zip(outputs, mixed(found), plain, lengths):
         (token_id, *_), (logprobs, *_) = output.outputs[0].token_ids, output.outputs[0].logprobs
