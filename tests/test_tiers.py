@@ -197,19 +197,23 @@ def late_copies(monkeypatch):
     monkeypatch.setattr(tiered_blocks, "IDLE_SECONDS", 0)
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("name", [name for name in SETTINGS if "no prefix caching" not in name])
+def seeds_of(name: str) -> list[int]:
+    """Return both seeds for the settings that load most blocks, and one of them for the others."""
+    return [0, 1] if "tiny cache" in name else [([*SETTINGS].index(name) + 1) % 2]
+
+
+@pytest.mark.parametrize(
+    "name, seed", [(name, seed) for name in SETTINGS if "no prefix caching" not in name for seed in seeds_of(name)]
+)
 def test_random_requests_with_a_tier(monkeypatch, name, seed):
     """Answers and blocks are right with any capacity, however late copies are made, and whether they succeed."""
-    seen = {"loaded": 0, "lost": 0}
+    seen, settings = Counter(), SETTINGS[name] | {"num_blocks": min(40, SETTINGS[name]["num_blocks"])}
     for i, num_rows in enumerate(CAPACITIES):
         monkeypatch.setattr(tiered_blocks, "NUM_AHEAD", (0, 2, 128)[(i + seed) % 3])
         drafts = dict(num_drafts=1, drafts_on_host=i % 2 == 0) if (i + seed) % 2 else {}
         requests = random_requests(seed, 34, max_n=1 if drafts else 5)
-        failures = i == 2
-        one = TieredSimulation(requests, i % 2 == 1, num_rows, failures, **SETTINGS[name] | drafts).run().seen
-        seen = {key: seen[key] + one[key] for key in seen}
-    assert (seen["loaded"] > 10 and seen["lost"] > 0) or "tiny cache" not in name
+        seen += TieredSimulation(requests, i % 2 == 1, num_rows, i == 2, **settings | drafts).run().seen
+    assert seen["loaded"] > (10 if "tiny cache" in name else 5) and seen["lost"] > 0, seen
 
 
 TINY = {"tiny cache": 0, "tiny cache, tiny blocks": 0, "tiny cache, chunks": 0}  # seeds
@@ -517,7 +521,7 @@ def make_requests(first_id: int, end_id: int, longest: int = 10) -> list[tuple[l
         max_tokens = rng.randint(1, longest)
         params = SamplingParams(temperature=i % 2, seed=i, max_tokens=max_tokens, ignore_eos=True, n=1 + i % 3)
         requests.append((prompt, params))
-    return requests * 3
+    return requests * 2
 
 
 @pytest.fixture(scope="module")
@@ -572,8 +576,8 @@ def make_tiered(make_llm, model_name, monkeypatch):
 @pytest.mark.parametrize("name", SETTINGS_OF_ENGINES)
 def test_answers_do_not_change(make_tiered, requests, expected, name):
     llm = make_tiered(**SETTINGS_OF_ENGINES[name])
-    requests = requests[: 17 if name == "ranks" else None]
-    assert answers(llm, requests) == expected[: len(requests)]
+    indices = range(len(requests)) if name != "ranks" else [*range(7), *range(11, 18)]  # their steps take long
+    assert answers(llm, [requests[i] for i in indices]) == [expected[i] for i in indices]
     stats = llm.stats()
     tiers = stats["tiers"]
     assert (tiers["host_hits"] > 100 or name in ("one block", "few blocks")) and stats["preemptions"] > 0
@@ -720,7 +724,7 @@ def test_another_store(make_llm, requests, expected, fails, caplog):
     assert answers(llm, requests[:17]) == expected[:17]
     assert store.num_put > 20 and store.num_got > 20
     store.fails = fails
-    assert answers(llm, requests[17:]) == expected[17:]
+    assert answers(llm, requests[11:]) == expected[11:]
     assert (llm.stats()["tiers"]["lost_copies"] > 10) == fails
     assert sum("could not be" in record.message for record in caplog.records if record.levelname == "WARNING") == fails
 
