@@ -181,7 +181,7 @@ def test_two_engines_of_a_caller(make_llm, expected, monkeypatch, tmp_path):
         monkeypatch.setattr(worker, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": Program}))
     pids = os.getpid(), *ranks_of(os.getpid())
     assert len(pids) == 3 and not any(map(names_of_shared_memory, pids)) and not list(tmp_path.glob("nanovllm-*"))
-    for llm, mode, pauses in zip(engines, modes, [(0.1, 0.21), (0.08, 0.15)]):
+    for llm, mode, pauses in zip(engines, modes, [(0.05, 0.11), (0.04, 0.08)]):
         check_answers(llm, expected(**mode))
         for pause in pauses:
             timer = later(pause, os.kill, os.getpid(), signal.SIGINT)
@@ -338,7 +338,7 @@ def assert_closed(llm: LLM, begin: float) -> None:
 
 def check_kill_in_a_step(llm: LLM, rank: int) -> None:
     begin = time.monotonic()
-    later(0.2, os.kill, pid_of(llm, rank), signal.SIGKILL)
+    later(0.1, os.kill, pid_of(llm, rank), signal.SIGKILL)
     with pytest.raises(RuntimeError, match=rf"rank {rank} was killed \(SIGKILL\)"):
         while time.monotonic() - begin < SOON:
             llm.generate(PROMPTS, LONG, use_tqdm=False)

@@ -171,7 +171,7 @@ def test_same_as_transformers(make_windowed, name, reference, schedule, async_sc
 )
 def test_same_tokens_without_window_tables(make_windowed, monkeypatch, schedule, settings):
     prompts = [prompt for prompt, _ in windowed_requests()]
-    params = [SamplingParams(max_tokens=10, n=1 + i % 2, ignore_eos=True, seed=i) for i in range(len(prompts))]
+    params = [SamplingParams(max_tokens=7, n=1 + i % 2, ignore_eos=True, seed=i) for i in range(len(prompts))]
     settings = settings | SCHEDULES[schedule]
     llm = make_windowed(**settings)
     assert llm.config.num_window_tables > 0
