@@ -169,7 +169,7 @@ def test_parity(make_llm, tmp_path, name):
     llm, answered = make_llm(folder, **EXPERTS), []
     for number, forms in enumerate(FORMS):
         used = mixed(make_adapters(tmp_path / f"{number}", shared_reference(folder), forms, 1 + 3 * number))
-        answered.append((used, generate_by_steps(llm, arguments_of(used))))
+        answered.append((used, generate_by_steps(llm, arguments_of(used, max_tokens=3))))
         assert_merged(folder, answered[-1][1], used)
     assert llm.stats()["steps"]["mixed"] > 0
     alone = [generate_by_steps(llm, [request])[0] for request in arguments_of(used, max_tokens=3)[:3]]

@@ -148,7 +148,7 @@ def test_parity(make_llm, adapters, tmp_path, name):
     folder = make_checkpoint(tmp_path / "model", name)
     found = adapters(folder)
     llm = make_llm(folder, **LORA)
-    outputs = generate_by_steps(llm, arguments_of(mixed(found)))
+    outputs = generate_by_steps(llm, arguments_of(mixed(found), max_tokens=3))
     assert_merged(folder, outputs, mixed(found))
     assert llm.stats()["steps"]["mixed"] > 0
     # without adapters, the first tokens are less or more likely, unless they have no adapter
