@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Barrier
 from types import SimpleNamespace
 
 import pytest
@@ -33,7 +34,7 @@ from test_cuda_graph import capture
 from test_drafts import KnownAnswers
 from test_drafts import drafts as drafts  # fixtures
 from test_invariant import assert_drafts_change_no_bit, assert_invariant, invariant
-from test_models import edit
+from test_models import GROUPS, ThreadRanks, edit
 from test_models import make_checkpoint as make_dense_checkpoint
 from test_packed import write_checkpoint
 from test_quantization import BLOCK, FORMATS, write_quantized
@@ -56,7 +57,6 @@ from nanovllm.delta_net.gated_delta_net import (
     delta_net_step,
     recurrent_delta_rule,
 )
-from nanovllm.distributed.process_group import connect
 from nanovllm.layers.sigmoid_gate import SigmoidGate, sigmoid_gate
 from nanovllm.models import ModelConfig, make_model
 from nanovllm.utils.construction import constructing
@@ -686,7 +686,7 @@ def logits_of_rank(rank: int, size: int, folder: str, store: Path, prompt: list[
     """[len(prompt), vocabulary], of a rank that is a thread, in two chunks and then token by token."""
     config, num_tokens, outputs = ModelConfig.read(Path(folder)), len(prompt), []
     with torch.inference_mode():
-        tp = connect(rank, size, store, torch.device("cpu"), 0)
+        tp = ThreadRanks(rank, size, *GROUPS.setdefault((store, size), ([None] * size, Barrier(size, timeout=30))))
         model = make_model(config, num_tokens, tp)
         load_model(model, Path(folder), torch.device("cpu"))
         settings = Config(folder, device="cpu", kvcache_block_size=16 * (-(-num_tokens // 16)), max_num_seqs=1)
@@ -702,7 +702,6 @@ def logits_of_rank(rank: int, size: int, folder: str, store: Path, prompt: list[
             shape |= dict(slot_mapping=positions, context_lens=int32(end), block_tables=table, max_context_len=end)
             with attention_context(Context(is_prefill, state_rows=int32(0, 0)[:, None], **shape)):
                 outputs.append(model.compute_logits(model(torch.tensor(prompt[begin:end]), positions)))
-        tp.close()
     return torch.cat(outputs)
 
 
