@@ -1,8 +1,11 @@
 """Reads prompts and conversations that contain images."""
 
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import suppress
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.requests.chat_templates import IMAGE_PART
@@ -81,12 +84,23 @@ class ImagePrompts:
             text, token_ids, images = processor.tokenize(prompt, template_arguments)
             return {"prompt": text, "prompt_token_ids": token_ids, "multi_modal_data": images}
 
-        with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
-            try:
-                return [*pool.map(read, prompts)]
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        def work() -> None:
+            with suppress(IndexError):  # nothing is left
+                while True:
+                    prompt, future = rest.popleft()
+                    try:
+                        future.set_result(read(prompt))
+                    except BaseException as error:
+                        future.set_exception(error)
+
+        futures = [Future[Any]() for _ in prompts]
+        rest = deque(zip(prompts, futures))
+        for _ in range(min(MAX_THREADS, os.cpu_count() or 1, len(prompts))):
+            Thread(target=work, name="nanovllm-images", daemon=True).start()  # a read of a pipe may never end
+        try:
+            return [future.result() for future in futures]
+        finally:
+            rest.clear()  # after an error or Ctrl-C
 
 
 def _expanded(token_ids: list[int], images: list[PromptImage], image_token_id: int) -> Iterator[int]:

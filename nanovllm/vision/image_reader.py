@@ -41,7 +41,7 @@ class ImageReader:
 
     def __init__(self, config: "Config"):
         self.config, self.vision = config, config.model_config.vision
-        self._decoding = Lock()
+        self._copying = Lock()
 
     def read(self, source: Any, is_trusted: bool = True) -> PromptImage:
         """Read an image from one of KINDS.
@@ -67,7 +67,7 @@ class ImageReader:
     def open(self, source: Any, is_trusted: bool = True) -> Any:
         """Return a PIL image. Arguments and errors are the same as for `read`.
 
-        Only a PIL image of the caller is decoded already, because several threads may read it.
+        The image of a file is not decoded yet. A PIL image of the caller is copied, because other threads may read it.
         """
         is_shared = isinstance(source, Image.Image)
         if isinstance(source, str) and (source.startswith("data:") or not is_trusted):
@@ -87,8 +87,8 @@ class ImageReader:
                 bound = f"must have between 1 and {MAX_PIXELS} pixels"
                 raise ValueError(f"image: has {source.width} x {source.height} pixels: {bound}")
             if is_shared:
-                with self._decoding:
-                    source.load()
+                with self._copying:
+                    source = ImageOps.exif_transpose(source)
         return source
 
     def _in_rgb(self, image: Any) -> Any:
