@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -46,7 +47,7 @@ from nanovllm.serve.fronts.session import Session
 from nanovllm.serve.metrics import AllFronts
 from nanovllm.serve.settings import ServerSettings
 
-MODEL = "tiny-qwen3"
+MODEL, ADAPTER = "tiny-qwen3", "tiny-qwen3-descending"
 ENGINE = dict(dtype="float32", device="cpu", kvcache_block_size=16, num_kvcache_blocks=256, max_num_seqs=8)
 PROMPTS = ["HAMLET.\nTo be, or", [300, 301, 302], [{"role": "user", "content": "What is 2 + 3?"}]]
 GREEDY = dict(temperature=0, max_tokens=12, ignore_eos=True)
@@ -616,7 +617,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(num_fronts: int = 2, **constants: float):
+def serving(num_fronts: int = 2, flags: Sequence[str] = (), **constants: float):
     """`nanovllm serve` with fronts, which says at once that it loads; the process, and the URL.
 
     `constants` are those of `engine_process`. What the process has logged is printed in the end, and, should a request
@@ -631,7 +632,7 @@ def serving(num_fronts: int = 2, **constants: float):
     command = [sys.executable, "-c", program, "serve", MODEL, f"--port={port}", f"--api-server-count={num_fronts}"]
     with tempfile.TemporaryFile("a+") as log:  # which the process only appends to, wherever it is read
         streams = dict(stdout=subprocess.PIPE, stderr=log, text=True)
-        process = Program([*command, *settings], **streams, start_new_session=True)
+        process = Program([*command, *settings, *flags], **streams, start_new_session=True)
         try:
             assert process.stdout.readline().startswith("tiny-qwen3 is served at")
             log.seek(0)
@@ -686,7 +687,7 @@ def test_processes():
     with LLM(MODEL, **ENGINE) as llm:
         text = llm.generate([PROMPTS[0]], SamplingParams(**GREEDY), use_tqdm=False)[0].text
     ask = lambda url: httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
-    with serving() as (process, url):
+    with serving(flags=["--enable-lora", f"--lora-modules={ADAPTER}={ADAPTER}"]) as (process, url):
         fronts = children(process.pid)
         assert len(fronts) == 2
         for pid, other in (fronts, [fronts[0], process.pid], [fronts[1], process.pid]):
@@ -719,6 +720,9 @@ def test_processes():
         wait_for(lambda: again not in children(process.pid) and len(children(process.pid)) == 2)
         wait_for(lambda: can_connect(url))
         assert ask(url) == text
+        sort = {"model": ADAPTER, "messages": [{"role": "user", "content": "Sort: 9, 3, 71, 20"}], "temperature": 0}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=sort, timeout=60).json()
+        assert "71, 20, 9, 3" in answer["choices"][0]["message"]["content"]
         lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
         assert 'vllm:num_requests_running{model_name="tiny-qwen3"} 0.0' in lines
 

@@ -970,7 +970,7 @@ def test_settings_of_the_server(model, found):
 
     async def read(modules: tuple[str, ...], **settings):
         async with AsyncLLM(model, device="cpu", dtype="float32", **settings) as llm:
-            await ServedAdapters(llm, modules, ("base",)).read()
+            await ServedAdapters(llm, ServerSettings(lora_modules=modules).adapters(), ("base",)).read()
 
     for modules, settings, message in (
         (("base=y",), LORA, "lora_modules='base=y': another model has this name"),

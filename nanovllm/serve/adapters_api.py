@@ -26,25 +26,26 @@ class UnloadBody(BaseModel):
 class ServedAdapters:
     """The adapters by name. `reserved` contains the names of the model, which no adapter may have."""
 
-    def __init__(self, llm: EngineClient, modules: Iterable[str], reserved: Iterable[str]):
-        """`modules` lists NAME=PATH. Raises ValueError if a name is taken, or if `enable_lora` is needed but off."""
-        self._llm, self._reserved, self._numbers = llm, {*reserved}, count(1)
+    def __init__(self, llm: EngineClient, adapters: Iterable[LoRARequest], reserved: Iterable[str]):
+        """Raises ValueError if the name of an adapter is taken, or if `enable_lora` is needed but off."""
+        self._llm, self._reserved = llm, {*reserved}
         self.by_name: dict[str, LoRARequest] = {}
-        for module in modules:
-            name, _, path = module.partition("=")
+        for adapter in adapters:
+            module = f"{adapter.lora_name}={adapter.lora_path}"
             if not llm.input_processor.config.enable_lora:
                 raise ValueError(f"lora_modules={module!r:.80}: needs enable_lora=True")
-            if name in self._reserved or name in self.by_name:
+            if adapter.lora_name in self._reserved or adapter.lora_name in self.by_name:
                 raise ValueError(f"lora_modules={module!r:.80}: another model has this name")
-            self.by_name[name] = LoRARequest(name, next(self._numbers), path)
+            self.by_name[adapter.lora_name] = adapter
+        self._numbers = count(len(self.by_name) + 1)
 
     async def read(self) -> None:
-        """Read all adapters, so that a broken adapter is reported at startup.
+        """Read all adapters, so that a broken adapter is reported at startup, unless the engine's process has done so.
 
         A replica reads an adapter later, with the first request that uses it. Raises ValueError if an adapter can't be
         used.
         """
-        for adapter in self.by_name.values() if self._llm.has_one_engine else ():
+        for adapter in self.by_name.values() if self._llm.reads_adapters else ():
             await self._read(adapter)
 
     async def _read(self, adapter: LoRARequest) -> None:

@@ -51,6 +51,7 @@ class EngineClient(ABC):
 
     engine: LLM | None = None  # the engine, if it runs in this process
     has_one_engine = True  # False for several replicas
+    reads_adapters = True  # whether the server reads adapters through this client when it starts
     error: BaseException | None = None  # the error that ended the engine
 
     def __init__(self, processor: InputProcessor, max_live: int):

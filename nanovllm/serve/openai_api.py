@@ -40,7 +40,7 @@ class Api:
     def __init__(self, llm: EngineClient, settings: ServerSettings, model_names: Sequence[str], root: str):
         """root: the name or folder of the model that is served under `model_names`."""
         self.llm, self.settings, self.model_names, self.root = llm, settings, model_names, root
-        self.adapters = ServedAdapters(llm, settings.lora_modules or (), model_names)
+        self.adapters = ServedAdapters(llm, settings.adapters(), model_names)
         if settings.chat_template is not None:
             llm.input_processor.tokenizer.chat_template = settings.chat_template
         self.chat_template = getattr(llm.input_processor.tokenizer, "chat_template", None)

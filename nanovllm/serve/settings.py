@@ -1,9 +1,11 @@
 """Settings of the HTTP server."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from nanovllm.lora.lora_request import LoRARequest
 from nanovllm.reasoning.formats import FORMATS
 from nanovllm.serve.tool_parsers import PARSERS
 from nanovllm.utils.checks import check_choice, check_fields, check_int, check_real, checked
@@ -136,6 +138,12 @@ class ServerSettings:
         if self.enable_dev_endpoints and (count or replicas > 1):
             problem = f"needs api_server_count=0 and data_parallel_size=1, not {count} and {replicas}"
             raise ValueError(f"enable_dev_endpoints=True: {problem}")
+
+    def adapters(self) -> Iterator[LoRARequest]:
+        """Yield the adapters of `lora_modules`."""
+        for number, module in enumerate(self.lora_modules or (), 1):
+            name, _, path = module.partition("=")
+            yield LoRARequest(name, number, path)
 
     @property
     def num_fronts(self) -> int:

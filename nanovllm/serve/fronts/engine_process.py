@@ -236,6 +236,8 @@ def serve_by_fronts(
             from nanovllm.llm import LLM  # lazy, like everything that needs PyTorch
 
             engine = LLM(model, **engine_settings)
+            for adapter in settings.adapters() if engine.config.enable_lora else ():  # else the fronts report an error
+                engine.add_lora(adapter)
             gc.collect()
             gc.freeze()  # as in `run_server`
             return _serve(engine, fronts, listener, on_start, settings.drain_seconds + END_SECONDS)

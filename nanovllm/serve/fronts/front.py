@@ -86,6 +86,8 @@ def _makes_text(params: SamplingParams) -> bool:
 class FrontClient(EngineClient):
     """The engine client of a front. One message contains all that is sent within one iteration of the event loop."""
 
+    reads_adapters = False  # the engine's process has read them; a front's first message says that the front listens
+
     def __init__(self, plan: FrontPlan, index: int, channel: Channel):
         processor = make_processor(plan.model, plan.engine_settings, index * IDS_PER_FRONT)
         super().__init__(processor, processor.config.max_num_seqs + plan.settings.max_queued_requests)

@@ -18,7 +18,7 @@ from nanovllm.utils.checks import check_int
 class AsyncReplicas(EngineClient):
     """Works like AsyncLLM, but with several engines. Only the event loop that calls `start` may use this object."""
 
-    has_one_engine = False
+    has_one_engine = reads_adapters = False
 
     def __init__(
         self,
