@@ -280,14 +280,19 @@ def _described(file: Path) -> list:
 
 
 def _stored_salt(file: Path) -> int:
-    """Return the number in a file. If there is no such file, first write a random number."""
-    with suppress(FileExistsError), file.open("xb") as new:
-        new.write(secrets.token_bytes(SALT_BYTES))
+    """Return the number in a file. If there is no such file, or not the whole number, first write a random number."""
+    try:
+        with suppress(FileExistsError), file.open("xb") as new:
+            new.write(secrets.token_bytes(SALT_BYTES))
+    except OSError:  # the disk may be full
+        file.unlink(missing_ok=True)
+        raise
     for _ in range(100):
         if len(salt := file.read_bytes()) == SALT_BYTES:
             return int.from_bytes(salt, "little")
         sleep(0.01)  # another engine may write the file now
-    raise OSError(f"{file}: must have {SALT_BYTES} bytes, and has {len(salt)}")
+    file.write_bytes(salt := secrets.token_bytes(SALT_BYTES))  # that engine has ended
+    return int.from_bytes(salt, "little")
 
 
 def _save(engine: Engine, tier: DiskTier) -> None:
