@@ -88,6 +88,7 @@ class LLM(LLMEngine):
         return self._adapters().remove(lora_int_id)
 
     def _adapters(self) -> Any:
+        self.engine_thread.check_open()
         if self.core.adapters is None:
             raise ValueError("enable_lora=False: must be True when the engine is started, for it to use adapters")
         return self.core.adapters

@@ -451,3 +451,10 @@ def test_reasoning_effort(urls):
         for body in [{"messages": [{"role": "user", "content": "q"}], "max_tokens": 1, "reasoning_effort": effort}]
     ]
     assert len({*rendered}) > 1
+
+
+def test_a_vocabulary_without_control_tokens(make_llm):
+    """Grammars and stop strings could not tell where the reasoning ends."""
+    params = SamplingParams(max_tokens=2, reasoning_parser="openai_gptoss", stop="x")
+    with pytest.raises(ValueError, match="reasoning_parser='openai_gptoss': the vocabulary lacks"):
+        make_llm().generate("a", params, use_tqdm=False)

@@ -775,7 +775,8 @@ def test_broken_tensors(make_llm, model, found, tensors, message):
         ({"r": 0}, "r=0: must be at least 1"),
         ({"r": 21}, "has rank 21: must be at most max_lora_rank=20"),
         ({"lora_alpha": "x"}, "lora_alpha='x': must be a number"),
-        ({"rank_pattern": {"q_proj": 1.5}}, "rank_pattern: q_proj=1.5: must be an integer"),
+        ({"rank_pattern": {"q_proj": 1.5}}, "rank_pattern: 'q_proj'=1.5: must be an integer"),
+        ({"rank_pattern": {"(?i)q_proj": 4}}, r"rank_pattern: '\(\?i\)q_proj': is not a regular expression"),
         ({"rank_pattern": {"(": 1}}, r"rank_pattern: '\(': is not a regular expression"),
         ({"rank_pattern": {"q_proj": 3}}, r"q_proj.lora_A.weight: has shape \[4, 64\]: must be \[3, 64\]"),
         ({"target_modules": ["k_proj"]}, "_proj: does not match target_modules"),
@@ -795,7 +796,23 @@ def test_broken_config(make_llm, model, found, entries, message):
 
 def test_files_that_are_missing_or_cut(make_llm, model, found):
     llm, folder = make_llm(model, **LORA), found[0].folder
+    for path in ("~no-such-user/x", "a" * 5000):
+        with pytest.raises(ValueError, match="lora_path=.*: can't be used"):
+            llm.add_lora(LoRARequest("x", 9, path))
+    with pytest.raises(TypeError, match="lora_request='x': must be a LoRARequest"):
+        llm.add_lora("x")
     file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    copies = {name.replace("model.model.", "model.model.language_model."): x.clone() for name, x in tensors.items()}
+    save_file(tensors | copies, file)
+    with pytest.raises(ValueError, match="is the same module"):
+        llm.add_lora(found[0].request)
+    save_file(tensors, file)
+    config = (folder / "adapter_config.json").read_text()
+    (folder / "adapter_config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="adapter_config.json: is not valid JSON"):
+        llm.add_lora(found[0].request)
+    (folder / "adapter_config.json").write_text(config)
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(ValueError, match="adapter_model.safetensors.*not a complete safetensors file"):
         llm.add_lora(found[0].request)
@@ -816,6 +833,7 @@ def test_arguments(make_llm, model, found):
         (("", 1, "p"), "lora_name=''"),
         (("a", 0, "p"), "lora_int_id=0"),
         (("a", 1, 2), "lora_path=2"),
+        (("a", 1, "\ud800"), "lora_path='.*': character 0 is a lone surrogate"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             LoRARequest(*arguments)
@@ -1001,6 +1019,10 @@ def test_fronts(make_llm, model, found, monkeypatch):
             with pytest.raises(Exception, match="holds no adapter_config.json"):
                 await answer(client, LoRARequest("x", 9, "/no/such/folder"))
             assert await client.call("add_lora", "x", 9, "/no/such/folder") != ""
+            failed = [("add_lora", "x", 9, "\ud800"), ("add_lora", "\ud800", 9, "p"), ("no_such_call",)]
+            for call in failed:  # arguments that can't be sent, and an error in the engine's process
+                with pytest.raises(RuntimeError):
+                    await client.call(*call)
             assert await client.call("add_lora", "b", 2, str(found[1].folder)) == ""
 
     asyncio.run(asyncio.wait_for(main(), 60))

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import re
 import shutil
 from contextlib import contextmanager
 from functools import cache
@@ -320,6 +321,9 @@ def test_logit_score(make_llm, tmp_path):
     assert output.score == pytest.approx(logits[40].item(), abs=1e-5)
     (output,) = llm.score("cats", "Cats {purr}.", template="{query}? {document}", use_tqdm=False)
     assert output.prompt == "cats? Cats {purr}."
+    for wrong in (5, "{query.foo}", "{query[foo]}", "{other}"):
+        with pytest.raises((TypeError, ValueError), match=f"template={re.escape(repr(wrong))}: "):
+            llm.score("cats", "Cats purr.", template=wrong)
 
 
 def test_pairs_of_other_families(make_llm, tmp_path):

@@ -13,7 +13,7 @@ from itertools import islice
 from time import sleep
 from types import SimpleNamespace
 from typing import NamedTuple
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ from simulation import (
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.cache.block_copies import block_parts
 from nanovllm.engine.scheduling_policy import MAX_STEPS_WITHOUT_ADMISSION
-from nanovllm.tiers import host_blocks, tiered_blocks
+from nanovllm.tiers import disk_tier, host_blocks, tiered_blocks
 from nanovllm.tiers.block_files import BlockFiles
 from nanovllm.tiers.connector import Connector
 from nanovllm.tiers.host_blocks import HostBlocks, PinnedBlocks, row_bytes
@@ -1076,6 +1076,9 @@ def test_refused_folders(make_llm, tmp_path):
         (("swap_dir", ""), ("swap_space", 1)): "must be the path of a folder",
         (("swap_dir", str(tmp_path / "file")), ("swap_space", 1)): "is not a folder",
         (("swap_dir", str(tmp_path / "file" / "inside")), ("swap_space", 0.01)): "can't be used",
+        (("swap_dir", "~no-such-user/x"), ("swap_space", 0.01)): "swap_dir='~no-such-user/x': can't be used",
+        (("swap_dir", "a" * 5000), ("swap_space", 0.01)): "can't be used",
+        (("swap_dir", str(tmp_path / "a\0b")), ("swap_space", 0.01)): "can't be used",
         (("swap_dir", str(tmp_path)),): "needs swap_space",
         (("swap_dir", str(tmp_path)), ("swap_space", 1), ("tensor_parallel_size", 2)): "tensor_parallel_size=2",
     }.items():
@@ -1083,3 +1086,18 @@ def test_refused_folders(make_llm, tmp_path):
             make_llm(**dict(settings))
     with pytest.raises(TypeError, match="swap_dir=3: must be a string"):
         make_llm(swap_dir=3, swap_space=1)
+
+
+def test_the_number_of_a_folder(tmp_path, monkeypatch):
+    """A full disk leaves no file behind. A file whose writer was killed is replaced."""
+    file = tmp_path / "salt"
+    with monkeypatch.context() as context:
+        context.setattr(disk_tier.secrets, "token_bytes", Mock(side_effect=OSError(28, "No space left on device")))
+        with pytest.raises(OSError, match="No space left"):
+            disk_tier._stored_salt(file)
+    assert not file.exists()
+    salt = disk_tier._stored_salt(file)
+    assert disk_tier._stored_salt(file) == salt
+    monkeypatch.setattr(disk_tier, "sleep", lambda seconds: None)
+    file.write_bytes(b"")
+    assert disk_tier._stored_salt(file) == disk_tier._stored_salt(file) != salt

@@ -29,6 +29,7 @@ REFUSED: dict[str, tuple] = {
 }
 # ways of initialization that change the base model's weights
 CHANGES_BASE = "pissa", "olora", "corda", "loftq", "lora_ga"
+END_OF_NAME = r"(.*\.)?({})$"  # how PEFT uses a pattern of rank_pattern and alpha_pattern
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def matches(patterns: str | tuple[str, ...], module: str) -> bool:
 
 def _find(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
     """Return the value of the first pattern that matches the end of the module's name, as PEFT does."""
-    found = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module))
+    found = (value for pattern, value in patterns.items() if re.match(END_OF_NAME.format(pattern), module))
     return next(found, default)
 
 
@@ -136,12 +137,14 @@ def _numbers(file: Path, name: str, value: Any, check: Any, low: int) -> dict[st
     if not isinstance(value or {}, dict):
         raise TypeError(f"{file}: {name}={value!r:.80}: must be an object")
     for pattern in value or {}:
-        _check_pattern(file, name, pattern)
-    return {pattern: check(f"{file}: {name}: {pattern}", number, low=low) for pattern, number in (value or {}).items()}
+        _check_pattern(file, name, pattern, END_OF_NAME)
+    return {
+        pattern: check(f"{file}: {name}: {pattern!r:.80}", number, low=low) for pattern, number in (value or {}).items()
+    }
 
 
-def _check_pattern(file: Path, name: str, pattern: str) -> None:
+def _check_pattern(file: Path, name: str, pattern: str, form: str = "{}") -> None:
     try:
-        re.compile(pattern)
-    except re.error as error:
+        re.compile(form.format(pattern))
+    except (re.error, RecursionError) as error:
         raise ValueError(f"{file}: {name}: {pattern!r:.80}: is not a regular expression ({error})") from None

@@ -58,6 +58,8 @@ class AdapterRegistry:
 
     def add(self, request: LoRARequest) -> None:
         """Read an adapter, and keep it in memory until it is removed. Raises the errors of `read_adapter`."""
+        if not isinstance(request, LoRARequest):
+            raise TypeError(f"lora_request={request!r:.80}: must be a LoRARequest")
         self._added[request.lora_int_id] = self.get(request)
 
     def remove(self, lora_int_id: int) -> bool:
@@ -77,9 +79,12 @@ def read_adapter(
     not supported, or if a tensor is missing, is unexpected, has a wrong shape or dtype, or contains NaN or infinity.
     The message names the file, and the entry or tensor.
     """
-    folder = BUNDLED / request.lora_path
-    if not (folder / CONFIG_FILE).is_file():
-        folder = Path(request.lora_path).expanduser()
+    try:
+        folder = BUNDLED / request.lora_path
+        if not (folder / CONFIG_FILE).is_file():
+            folder = Path(request.lora_path).expanduser()
+    except (OSError, RuntimeError) as error:  # the path is too long, or begins with "~" and an unknown user
+        raise ValueError(f"lora_path={request.lora_path!r:.80}: can't be used ({error!s:.80})") from error
     adapter_config = AdapterConfig.read(folder)
     if not (file := folder / WEIGHTS_FILE).is_file():
         raise FileNotFoundError(f"{folder}: the folder holds no {WEIGHTS_FILE}; other formats are not supported")
@@ -127,7 +132,8 @@ def _modules(tensors: AdapterTensors, known: Collection[str]) -> dict[str, str]:
                 "attention and of feed-forward layers, and experts, can have one, not embeddings, the output head or "
                 "routers"
             )
-        modules[own] = stored
+        if modules.setdefault(own, stored) != stored:
+            raise ValueError(f"{tensors.file}: {name}: {modules[own]!r:.200} is the same module")
     if not modules:
         raise ValueError(f"{tensors.file}: has no tensors")
     return modules

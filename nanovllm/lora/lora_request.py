@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanovllm.utils.checks import check_int
+from nanovllm.utils.checks import check_int, check_unicode
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +14,8 @@ class LoRARequest:
     lora_int_id: a number that identifies the adapter. Use a new number if the adapter's files change.
     lora_path: the adapter's folder, as PEFT saves it, or "tiny-qwen3-descending", the adapter in this package.
 
-    Raises TypeError for a field of another type and for an empty name or path, and ValueError for a number below 1.
+    Raises TypeError for a field of another type and for an empty name or path, and ValueError for a number below 1 and
+    for text with a lone surrogate.
     """
 
     lora_name: str
@@ -26,6 +27,7 @@ class LoRARequest:
         for name in ("lora_name", "lora_path"):
             if not isinstance(value := getattr(self, name), str) or not value:
                 raise TypeError(f"{name}={value!r:.80}: must be a string with at least 1 character")
+            check_unicode(name, value)
 
 
 @dataclass(eq=False)

@@ -85,9 +85,11 @@ def pair_prompt(
             with processor.tokenizer_lock:
                 return {"prompt_token_ids": tokenizer(query, document)["input_ids"]}
         instruction = RERANKER_INSTRUCTION if instruction is None else instruction
+        if not isinstance(template, str):
+            raise TypeError(f"template={template!r:.80}: must be a string")
         try:
             text = template.format(instruction=instruction, query=query, document=document)
-        except (KeyError, IndexError, ValueError) as error:
+        except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
             raise ValueError(f"template={template!r:.80}: has an unknown field ({error!r})") from error
     return {"prompt": text, "prompt_token_ids": processor.encode(text, add_special_tokens=False)}
 

@@ -41,6 +41,8 @@ class HarmonyMarkers:
         self.token_bytes = token_bytes
         self.end_ids: list[int] = tokenizer.encode(form.end, add_special_tokens=False)
         self.controls = {find_token_id(tokenizer, text): text for text in CONTROLS}
+        if None in self.controls:
+            raise ValueError("reasoning_parser='openai_gptoss': the vocabulary lacks harmony's control tokens")
 
     def start(self, prompt_token_ids: list[int]) -> "HarmonyReasoning":
         """Return the state at the beginning of an answer to this prompt, whose last message may be incomplete."""

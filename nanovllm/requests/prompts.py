@@ -69,7 +69,8 @@ def image_source(part: Any) -> Any:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind in ("image_url", "input_image"):
         url = part.get("image_url")
-        return (url.get("url") if isinstance(url, Mapping) else url) or ""
+        url = url.get("url") if isinstance(url, Mapping) else url
+        return "" if url is None else url
     return part.get(kind, part.get("url", "")) if kind in ("image", "image_pil") else None
 
 

@@ -63,9 +63,9 @@ class ServedAdapters:
         require(
             name not in self._reserved | self.by_name.keys(), f"lora_name={name!r:.80}: another model has this name"
         )
-        adapter = LoRARequest(name, next(self._numbers), body.lora_path)
         self._reserved.add(name)  # so that no other request takes the name while the adapter is read
         try:
+            adapter = LoRARequest(name, next(self._numbers), body.lora_path)
             await self._read(adapter)
         except ValueError as error:
             raise ApiError(400, str(error), "lora_path") from None

@@ -241,8 +241,8 @@ def use_disk_tier(engine: Engine) -> None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the files tell what users have asked
         salt, files = _stored_salt(folder / SALT), BlockFiles(folder, int(config.swap_dir_space * 2**30))
-    except OSError as error:
-        raise ValueError(f"swap_dir={config.swap_dir!r}: can't be used: {error}") from error
+    except (OSError, ValueError) as error:  # ValueError: the path contains a character that no path may have
+        raise ValueError(f"swap_dir={config.swap_dir!r:.200}: can't be used: {error!s:.200}") from error
     tier = use_host_tier(engine, DiskTier)
     tier.start(files)
     scheduler.block_manager.salt = salt

@@ -34,5 +34,9 @@ def check_swap_dir(config: "Config") -> None:
         raise ValueError(f"{given}: needs swap_space, because blocks are read into host memory first")
     if config.tensor_parallel_size > 1:
         raise ValueError(f"{given}: is not supported with tensor_parallel_size={config.tensor_parallel_size}")
-    if (path := Path(config.swap_dir).expanduser()).exists() and not path.is_dir():
+    try:
+        exists = (path := Path(config.swap_dir).expanduser()).exists()
+    except (OSError, RuntimeError) as error:  # the path is too long, or begins with "~" and an unknown user
+        raise ValueError(f"{given}: can't be used ({error!s:.80})") from error
+    if exists and not path.is_dir():
         raise ValueError(f"{given}: is not a folder")

@@ -103,7 +103,7 @@ def check_unicode(name: str, text: str) -> None:
 
 
 def check_choice(name: str, value: Any, choices: Iterable) -> Any:
-    if value not in choices:
+    if all(value != choice for choice in choices):
         known = ", ".join(map(repr, choices))
         raise ValueError(f"{name}={value!r:.80}: must be one of {known}{hint(value, choices)}")
     return value
@@ -129,7 +129,7 @@ def read_json(file: Path) -> dict:
     """Read the JSON object in `file`. Raises a ValueError that names the file if the content is not a JSON object."""
     try:
         content = json.loads(file.read_bytes())
-    except ValueError as error:  # the syntax or the encoding is wrong
+    except (ValueError, RecursionError) as error:  # the syntax or the encoding is wrong, or values are nested too deep
         raise broken_file(file, f"is not valid JSON ({error})") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file}: must hold a JSON object, not a {type(content).__name__}")

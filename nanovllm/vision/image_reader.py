@@ -72,6 +72,8 @@ class ImageReader:
         is_shared = isinstance(source, Image.Image)
         if isinstance(source, str) and (source.startswith("data:") or not is_trusted):
             source = fetch(source, self.config, MAX_BYTES)
+        elif isinstance(source, Path) and not is_trusted:
+            raise TypeError(f"image={str(source)!r:.200}: is a path; a conversation may only contain URLs of files")
         elif isinstance(source, (str, Path)):
             path = Path(source)
             source = read_file(path, f"image={str(path)!r:.200}", MAX_BYTES)
@@ -80,6 +82,8 @@ class ImageReader:
                 Image.init()  # loads all formats, which `open` requires if some are named
                 source = Image.open(io.BytesIO(source), formats=FORMATS if is_trusted else WEB_FORMATS)
             elif isinstance(source, np.ndarray):
+                if source.dtype != np.uint8:
+                    raise TypeError(f"image: is an array of {source.dtype}: must be an array of uint8")
                 source = Image.fromarray(source)
             if not isinstance(source, Image.Image):
                 raise TypeError(f"image={source!r:.80}: must be {KINDS}")

@@ -73,6 +73,8 @@ def read_file(path: Path, name: str, max_bytes: int, is_regular: bool = False) -
             data = file.read(max_bytes + 1)
     except OSError as error:
         raise ValueError(f"{name}: can't be read ({error.strerror})") from error
+    except ValueError as error:  # the path contains a character that no path may have
+        raise ValueError(f"{name}: can't be read ({error})") from error
     if len(data) > max_bytes:
         raise ValueError(f"{name}: has more than {max_bytes} bytes")
     return data

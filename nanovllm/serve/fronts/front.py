@@ -140,6 +140,12 @@ class FrontClient(EngineClient):
             self._channel.send(message)
         except OSError as error:
             self._lose(str(error))
+        except Exception as error:  # the arguments of a call can't be encoded; requests already are
+            for number, *_ in message.calls:
+                if not (call := self._calls[number]).done():
+                    call.set_exception(RuntimeError(str(error)))
+            message.calls = []
+            self._channel.send(message)
 
     # -- received messages ---------------------------------------------------------------------------------------------
 

@@ -55,9 +55,10 @@ class Session(Replica):
 
     def _result(self, number: int, name: str, arguments: list[Any]) -> tuple[int, Any, str]:
         try:
-            return number, getattr(self._calls, name)(*arguments), ""
-        except RuntimeError as error:  # the engine was closed
-            return number, None, str(error)
+            result = getattr(self._calls, name)(*arguments)
+            return number, _encodable(result) if isinstance(result, str) else result, ""
+        except Exception as error:  # the engine was closed, or the call has failed: others go on
+            return number, None, _as_text(error)
 
     def _make_request(self, new: NewRequest) -> Any:  # a beam search is no CompletionRequest
         if new.beams is None:
@@ -110,5 +111,9 @@ class Session(Replica):
 
 
 def _as_text(error: Exception) -> str:
-    """Return the text of an error. Unpaired surrogates are replaced, because they can't be encoded."""
-    return str(error).encode(errors="replace").decode()
+    return _encodable(str(error))
+
+
+def _encodable(text: str) -> str:
+    """Replace unpaired surrogates, which can't be sent."""
+    return text.encode(errors="replace").decode()
