@@ -5,7 +5,7 @@ import json
 import random
 from dataclasses import replace
 from functools import partial
-from math import sqrt
+from math import gcd, sqrt
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -179,7 +179,8 @@ def make_stack(
             a[slot, part, rank:] = torch.nan
             b[slot, ends[part] - sizes[part] : ends[part], rank:] = torch.nan
     a, ints = a / inputs**0.5, dict(dtype=torch.int32, device=DEVICE)
-    return LoRAStack(a, b / max_rank, ranks.to(**ints), ends.to(**ints), max(sizes), experts)
+    alignment = gcd(16, *ends.tolist())
+    return LoRAStack(a, b / max_rank, ranks.to(**ints), ends.to(**ints), max(sizes), experts, alignment)
 
 
 @each_dtype
@@ -191,14 +192,17 @@ def make_stack(
         (17, 8, 300, [64, 64], 20, 1),
         (40, 3, 136, [129], 70, 1),
         (150, 5, 72, [30, 100], 8, 1),
+        (150, 5, 72, [640, 400], 8, 1),
         (21, 3, 56, [40, 40], 5, 7),
         (140, 2, 40, [33], 3, 9),
     ],
 )
 @pytest.mark.usefixtures("fresh_memory_is_nan")
-def test_kernels(num_rows, slots, inputs, sizes, max_rank, experts, dtype):
+def test_kernels(monkeypatch, num_rows, slots, inputs, sizes, max_rank, experts, dtype):
     """Few rows and many, in float64 for comparison."""
     ops = pytest.importorskip("nanovllm.kernels.ops")
+    if sum(sizes) > 1000 and not CUDA:  # a program computes several tiles of outputs
+        monkeypatch.setattr("nanovllm.lora.kernels.lora_gemm.num_sms", lambda device: 1)
     stack, slots = make_stack(slots, inputs, sizes, max_rank, dtype, experts), slots * experts
     x, y = randn(num_rows, inputs, dtype=dtype), randn(num_rows, sum(sizes), dtype=dtype)
     for slots_of_rows in (torch.randint(-1, slots, (num_rows,)), torch.full((num_rows,), slots - 1)):
@@ -222,7 +226,7 @@ def test_kernels(num_rows, slots, inputs, sizes, max_rank, experts, dtype):
 def test_kernels_for_a_row(slots, inputs, sizes, max_rank, dtype):
     """One kernel multiplies by the weight and adds the result of the adapter, if there is one."""
     ops = pytest.importorskip("nanovllm.kernels.ops")
-    stack, outputs = make_stack(slots, inputs, sizes, max_rank, dtype)._replace(alignment=16), sum(sizes)
+    stack, outputs = make_stack(slots, inputs, sizes, max_rank, dtype), sum(sizes)
     exact = stack._replace(a=stack.a.double(), b=stack.b.double())
     x, weight = randn(1, inputs, dtype=dtype), randn(outputs, inputs, dtype=dtype) / inputs**0.5
     for slot in range(-1, slots):
@@ -237,6 +241,15 @@ def test_kernels_for_a_row(slots, inputs, sizes, max_rank, dtype):
         if len(sizes) == 2:
             gated = ops.linear_of_row(x, weight, bias, stack, rows, gated=True)
             assert_close(gated, silu_and_mul.__wrapped__(expected), 4)
+
+
+@pytest.mark.parametrize("inputs, sizes, max_rank", [(64, [24, 40], 8), (32, [64], 70)])
+def test_rows_that_no_kernel_fuses(inputs, sizes, max_rank):
+    """A program might compute outputs of two parts, or A x has more elements than a tile has columns."""
+    ops = pytest.importorskip("nanovllm.kernels.ops")
+    stack, weight = make_stack(1, inputs, sizes, max_rank, torch.float32), randn(sum(sizes), inputs)
+    rows = SimpleNamespace(slots=None, groups=None)
+    assert ops.linear_of_row(randn(1, inputs), weight, None, stack, rows) is NotImplemented
 
 
 def test_rows_without_adapters():
@@ -545,7 +558,7 @@ def test_settings_on_gpu(make_llm, model, found, settings):
 
 
 def assert_merged_on_average(folder: str, outputs: list, used: list, max_error: float = 0.3) -> None:
-    """The log-probabilities are closer to the model with the adapter than to the model without it.
+    """The log-probabilities are closer to the model with the adapter than without it: on average, 2.5 times as close.
 
     The references are not quantized. If the engine is, `max_error` must allow for that.
     """
@@ -561,7 +574,7 @@ def assert_merged_on_average(folder: str, outputs: list, used: list, max_error: 
             logits = (reference.merged if reference else shared_reference(folder))(torch.tensor([token_ids])).logits[0]
             expected = logits.log_softmax(-1)[range(n - 1, len(token_ids) - 1), output.token_ids]
             errors[reference is adapter] = (torch.tensor(ours) - expected).abs().mean().item()
-        assert min(errors, key=errors.get) and errors[True] < max_error, errors
+        assert errors[True] == min(errors.values()) and errors[True] < max_error, errors
         if adapter is not None:
             sums = {of_adapter: total + errors[of_adapter] for of_adapter, total in sums.items()}
     assert sums[True] < 0.4 * sums[False], sums

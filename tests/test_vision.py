@@ -13,7 +13,6 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from itertools import count
 from pathlib import Path
 from threading import Barrier, Thread, current_thread
 from time import sleep
@@ -604,27 +603,35 @@ def test_forms_of_images(make_vision, tmp_path):
 
 
 def test_images_of_several_prompts(make_vision, monkeypatch, tmp_path):
-    """Threads read them at the same time, also an image of several prompts that is not decoded yet."""
-    llm, read, together, number = make_vision(), ImageReader.read, Barrier(2, timeout=20), count()
+    """Threads read them at the same time, each image once, in prompts and in conversations."""
+    llm, cut, together = make_vision(), ImageReader.cut, Barrier(2, timeout=20)
     picture(70, 50).save(tmp_path / "a.png")
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, detokenize=False)
 
-    def make_prompts() -> list[dict]:
-        first, second = Image.open(tmp_path / "a.png"), np.asarray(picture(60, 90))
-        return [with_images(random.Random(i), x) for i, x in enumerate((first, second, first, second))]
+    def make_prompts() -> tuple[list, list]:
+        sources = Image.open(tmp_path / "a.png"), np.asarray(picture(60, 90))  # the first is not decoded yet
+        prompts = [with_images(random.Random(i), sources[i % 2]) for i in range(4)]
+        parts = [{"type": "image", "image": source} for source in sources]
+        chats = [[{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}] for part in parts]
+        return prompts, chats
 
-    def wait_and_read(self, source):
-        if next(number) < 2:
-            together.wait()
-        return read(self, source)
+    def answers_of(prompts: list) -> list:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [(output.prompt_token_ids, output.outputs[0].token_ids) for output in outputs]
 
-    alone = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in make_prompts()]
+    def wait_and_cut(self, opened):
+        num_read.append(opened)
+        together.wait()  # for another thread
+        return cut(self, opened)
+
+    alone = [[answer for prompt in kind for answer in answers_of([prompt])] for kind in make_prompts()]
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(ImageReader, "read", wait_and_read)
-    prompts = [*make_prompts(), {"prompt_token_ids": [5, 6]}]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert [x.prompt_token_ids for x in outputs] == [*(x.prompt_token_ids for x in alone), [5, 6]]
-    assert [x.outputs[0].token_ids for x in outputs[:4]] == [x.outputs[0].token_ids for x in alone]
+    monkeypatch.setattr(ImageReader, "cut", wait_and_cut)
+    for kind, expected in zip(make_prompts(), alone):
+        num_read: list = []
+        assert answers_of([*kind, {"prompt_token_ids": [5, 6]}])[:-1] == expected and len(num_read) == 2
+    monkeypatch.setattr(ImageReader, "cut", cut)
+    prompts, _ = make_prompts()
     prompts[1] = with_images(random.Random(1), b"no image")
     with pytest.raises(ValueError, match="multi_modal_data: image: can't be read"):
         llm.generate(prompts, params, use_tqdm=False)

@@ -99,7 +99,7 @@ class LoRAFormat(WeightFormat):
         self.base, self.stack, self.slots_of_requests = base, stack, slots_of_requests
 
     def linear(self, layer: LinearBase, x: Any, bias=None, split_k: int = 1, out=None) -> torch.Tensor:
-        if self._fuses(x):
+        if split_k == 1 and self._fuses(x):
             return linear_of_row(x, layer.weight, bias, self.stack, self._rows(), out=None if out is None else out[0])
         y = self.base.linear(layer, x, bias, split_k, out)
         add_lora(y if split_k == 1 else y[0], x, self.stack, self._rows())

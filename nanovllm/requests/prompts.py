@@ -82,11 +82,11 @@ def has_images(prompt: Any) -> bool:
     return any(image_source(part) is not None for x in contents if isinstance(x, (list, tuple)) for part in x)
 
 
-def read_images(prompts: list, template_arguments: Mapping | None, processor: "InputProcessor") -> list:
+def read_images(prompts: list, processor: "InputProcessor") -> list:
     """Return the prompts. If several have images, threads read the images at the same time."""
     if processor.config.model_config.vision is None or sum(map(has_images, prompts)) < 2:
         return prompts
-    return processor.images.read_all(prompts, template_arguments, processor)
+    return processor.images.read_all(prompts)
 
 
 def read_prompt(

@@ -3,8 +3,8 @@
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import suppress
+from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -53,14 +53,16 @@ class ImagePrompts:
         images, num_tokens, num_pixels = list[PromptImage](), len(token_ids), 0
         known: dict[Any, PromptImage] = {}
         for source in sources:
-            key = source if isinstance(source, (str, bytes)) else id(source)
+            key = _key(source)
+            if isinstance(source, PromptImage):  # `read_all` has read it
+                known[key] = source
             if key not in known:
                 try:
                     opened = self.reader.open(source, is_trusted=not is_chat)
                     if (num_pixels := num_pixels + opened.width * opened.height) > MAX_PROMPT_PIXELS:
                         bound = f"must have at most {MAX_PROMPT_PIXELS} together"
                         raise ValueError(f"the images have at least {num_pixels} pixels: {bound}")
-                    known[key] = self.reader.read(opened)
+                    known[key] = self.reader.cut(opened)
                 except (TypeError, ValueError) as error:
                     kind = TypeError if isinstance(error, TypeError) else ValueError  # subclasses take other arguments
                     raise kind(f"{field}: {error}") from error
@@ -72,35 +74,75 @@ class ImagePrompts:
         token_ids = [*_expanded(token_ids, images, image_token_id)]
         return text, token_ids, PromptImages(images, token_ids, image_token_id)
 
-    def read_all(self, prompts: list, template_arguments: Mapping | None, processor: "InputProcessor") -> list:
-        """Return the prompts. Prompts with images become their text, token ids and PromptImages.
+    def read_all(self, prompts: list) -> list:
+        """Return the prompts with PromptImages in place of their images, which several threads read.
 
-        Several threads read the images. Raises the errors of the first wrong prompt, as `InputProcessor.tokenize` does.
+        Images that can't be read stay in the prompts, so that `read` raises the error.
         """
-
-        def read(prompt: Any) -> Any:
-            if not has_images(prompt):
-                return prompt
-            text, token_ids, images = processor.tokenize(prompt, template_arguments)
-            return {"prompt": text, "prompt_token_ids": token_ids, "multi_modal_data": images}
+        tasks: dict[tuple[Any, bool], Any] = {}  # an image of several prompts is read once
+        for prompt in prompts:
+            is_trusted = not is_conversation(prompt)
+            for source in _sources(prompt):
+                tasks[_key(source), is_trusted] = source
+        if len(tasks) < 2:
+            return prompts
+        rest, done, found = deque(tasks.items()), SimpleQueue[Any](), dict[tuple[Any, bool], PromptImage]()
 
         def work() -> None:
             with suppress(IndexError):  # nothing is left
                 while True:
-                    prompt, future = rest.popleft()
+                    key, source = rest.popleft()
                     try:
-                        future.set_result(read(prompt))
-                    except BaseException as error:
-                        future.set_exception(error)
+                        done.put((key, self.reader.read(source, key[1])))
+                    except Exception:
+                        done.put((key, None))
 
-        futures = [Future[Any]() for _ in prompts]
-        rest = deque(zip(prompts, futures))
-        for _ in range(min(MAX_THREADS, os.cpu_count() or 1, len(prompts))):
-            Thread(target=work, name="nanovllm-images", daemon=True).start()  # a read of a pipe may never end
         try:
-            return [future.result() for future in futures]
+            for _ in range(min(MAX_THREADS, os.cpu_count() or 1, len(tasks))):
+                Thread(target=work, name="nanovllm-images", daemon=True).start()  # a read of a pipe may never end
+            for _ in tasks:
+                key, image = done.get()
+                if image is not None:
+                    found[key] = image
         finally:
-            rest.clear()  # after an error or Ctrl-C
+            rest.clear()  # after Ctrl-C
+        return [_with_images(prompt, found) for prompt in prompts]
+
+
+def _key(source: Any) -> Any:
+    """Return equal keys only for sources that are the same image."""
+    return source if isinstance(source, (str, bytes)) else id(source)
+
+
+def _sources(prompt: Any) -> list:
+    """Return the images of a prompt that have not been read, or an empty list if the prompt is wrong."""
+    if not has_images(prompt):
+        return []
+    try:
+        _, _, sources = _split_conversation(prompt) if is_conversation(prompt) else _split_prompt(prompt)
+    except (TypeError, ValueError):
+        return []
+    return [source for source in sources if not isinstance(source, PromptImage)] if isinstance(sources, list) else []
+
+
+def _with_images(prompt: Any, found: Mapping[tuple[Any, bool], PromptImage]) -> Any:
+    """Return a prompt with the images in `found` in place of their sources."""
+    if not _sources(prompt):
+        return prompt
+    if not is_conversation(prompt):
+        images = [found.get((_key(source), True), source) for source in _split_prompt(prompt)[2]]
+        return {**prompt, "multi_modal_data": {"image": images}}
+
+    def replaced(part: Any) -> Any:
+        source = image_source(part)
+        image = None if source is None else found.get((_key(source), False))
+        return part if image is None else IMAGE_PART | {"image": image}
+
+    contents = (message.get("content") for message in prompt)
+    return [
+        {**message, "content": [*map(replaced, content)]} if isinstance(content, (list, tuple)) else message
+        for message, content in zip(prompt, contents)
+    ]
 
 
 def _expanded(token_ids: list[int], images: list[PromptImage], image_token_id: int) -> Iterator[int]:

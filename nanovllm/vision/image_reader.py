@@ -8,7 +8,6 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,7 +40,6 @@ class ImageReader:
 
     def __init__(self, config: "Config"):
         self.config, self.vision = config, config.model_config.vision
-        self._copying = Lock()
 
     def read(self, source: Any, is_trusted: bool = True) -> PromptImage:
         """Read an image from one of KINDS.
@@ -50,7 +48,11 @@ class ImageReader:
         file or another host only if settings allow it. Raises ValueError for images that are broken, too large or too
         narrow, and TypeError for sources of other types.
         """
-        image, vision = self._in_rgb(self.open(source, is_trusted)), self.vision
+        return self.cut(self.open(source, is_trusted))
+
+    def cut(self, opened: Any) -> PromptImage:
+        """Decode a PIL image, scale it, and cut it into patches. Raises ValueError as `read` does."""
+        image, vision = self._in_rgb(opened), self.vision
         square = vision.patch_size * vision.merge_size
         sizes = image.height, image.width, square, vision.min_pixels, vision.max_pixels
         try:
@@ -65,11 +67,7 @@ class ImageReader:
         return PromptImage(patches, *shape, digest)
 
     def open(self, source: Any, is_trusted: bool = True) -> Any:
-        """Return a PIL image. Arguments and errors are the same as for `read`.
-
-        The image of a file is not decoded yet. A PIL image of the caller is copied, because other threads may read it.
-        """
-        is_shared = isinstance(source, Image.Image)
+        """Return a PIL image that is not decoded yet. Arguments and errors are the same as for `read`."""
         if isinstance(source, str) and (source.startswith("data:") or not is_trusted):
             source = fetch(source, self.config, MAX_BYTES)
         elif isinstance(source, Path) and not is_trusted:
@@ -90,9 +88,6 @@ class ImageReader:
             if (num_pixels := source.width * source.height) > MAX_PIXELS or not num_pixels:
                 bound = f"must have between 1 and {MAX_PIXELS} pixels"
                 raise ValueError(f"image: has {source.width} x {source.height} pixels: {bound}")
-            if is_shared:
-                with self._copying:
-                    source = ImageOps.exif_transpose(source)
         return source
 
     def _in_rgb(self, image: Any) -> Any:

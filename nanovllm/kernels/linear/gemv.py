@@ -181,10 +181,10 @@ def gemv(
     if adapter is not None:
         tiles = tiles._replace(tile_n=min(MAX_OUTPUTS, tiles.tile_n))
         shape = AdapterShape(len(adapter.h), len(adapter.ends), adapter.b.shape[2], adapter.ranks.stride(0))
-    # with so few registers, more programs run at once; with larger tiles, registers would spill
-    constants = dict(
-        K=k, TILES=tiles, GATED=gated, ADAPTER=shape, maxnreg=64 if k <= tiles.tile_k and not gated else None
-    )
+    assert adapter is None or norm_weight is None
+    # with so few registers, more programs run at once; with larger tiles or an adapter, registers would spill
+    is_short = k <= tiles.tile_k and not gated and adapter is None
+    constants = dict(K=k, TILES=tiles, GATED=gated, ADAPTER=shape, maxnreg=64 if is_short else None)
     launch(_gemv_kernel, (-(-n // tiles.tile_n),), x.device, shared)(
         inputs, (weight, bias, norm_weight), adapter, out, n, eps, **constants, num_warps=tiles.warps
     )

@@ -1,6 +1,6 @@
 """Adds the results of low-rank adapters to the results of a linear layer: shrink computes A x, and expand adds B (A x).
 
-For a single row in 16 bits, the kernel of the linear layer itself adds B h to its results, for h = A x.
+For a single row and an unquantized weight, the kernel of the linear layer itself adds B h to its results, for h = A x.
 
 Rows with the same adapter form groups, because all rows of a tile are multiplied by the same adapter. This is the
 segmented GEMM of Chen et al., "Punica: multi-tenant LoRA serving" (arXiv:2310.18547).
@@ -55,7 +55,7 @@ def group_rows(slots: torch.Tensor, num_slots: int) -> RowGroups:
     else:
         in_order, order = slots.sort(stable=True)
         groups = RowGroups(order.int(), torch.searchsorted(in_order, bounds, out_int32=True))
-    torch.zeros_like(bounds)  # kernels that read early might not see what the last launch wrote: let it be this one
+    torch.zeros_like(bounds)  # an ordinary launch without a result, because early reads might not see the last one's
     return groups
 
 
@@ -160,7 +160,8 @@ def _expand_kernel(
     rank = _rank_of(rank_ptrs, slot, part, TILES)
     first_n = tl.load(part_end_ptr + part - 1, part > 0, 0) + tl.program_id(1) * (TILES.loops * TILES.tile_n)
     first_n = tl.multiple_of(first_n, ALIGNMENT)  # so that loads are wide
-    end_n = tl.multiple_of(tl.load(part_end_ptr + part), ALIGNMENT)
+    end_n = tl.minimum(tl.load(part_end_ptr + part), first_n + TILES.loops * TILES.tile_n)
+    end_n = tl.multiple_of(end_n, ALIGNMENT)
     m = first + tl.arange(0, TILES.tile_m)
     n = first_n + tl.arange(0, TILES.tile_n)
     w = _load_b(b_ptr, slot, n, n < end_n, rank, N, TILES)
@@ -170,7 +171,7 @@ def _expand_kernel(
     if (rank > 0) & (first_n < end_n):
         y = tl.load(y_ptr + row[:, None] * N + n[None, :], is_m[:, None] & (n < end_n)[None, :], 0.0)
         h = _load_h(h_ptr, m, is_m, part, rank, T, TILES).to(w.dtype)
-        for begin in range(first_n, tl.minimum(first_n + TILES.loops * TILES.tile_n, end_n), TILES.tile_n):
+        for begin in range(first_n, end_n, TILES.tile_n):
             n = tl.multiple_of(begin, ALIGNMENT) + tl.arange(0, TILES.tile_n)
             next_n = n + TILES.tile_n
             next_w = _load_b(b_ptr, slot, next_n, next_n < end_n, rank, N, TILES)
@@ -200,7 +201,8 @@ def _expand_swiglu_kernel(
         dtype = out_ptr.dtype.element_ty
         h = _load_h(h_ptr, m, is_m, 0, rank, T, TILES).to(dtype)
         up_h = _load_h(h_ptr, m, is_m, 1, up_rank, T, TILES).to(dtype)
-        for begin in range(first_n, tl.minimum(first_n + TILES.loops * TILES.tile_n, half), TILES.tile_n):
+        end_n = tl.minimum(first_n + TILES.loops * TILES.tile_n, half)
+        for begin in tl.range(first_n, end_n, TILES.tile_n, num_stages=1):
             n = begin + tl.arange(0, TILES.tile_n)
             is_n = n < half
             inside = is_m[:, None] & is_n[None, :]
@@ -280,7 +282,8 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, stack, rows, gated: bool = False)
 
 def linear_of_row(x: torch.Tensor, weight: torch.Tensor, bias, stack, rows, gated: bool = False, out=None):
     max_splits = gemv_tiles(x, weight, gated).tile_k // stack.b.shape[2]
-    if stack.alignment % MAX_OUTPUTS or not max_splits:
+    assert stack.experts == 1
+    if stack.alignment < MAX_OUTPUTS or not max_splits:
         return NotImplemented
     tiles = _tiles_of(x, stack)
     tiles = tiles._replace(splits=min(tiles.splits, 1 << (max_splits.bit_length() - 1)))
