@@ -1545,7 +1545,7 @@ STREAMS = [
 def test_streams_that_outlast_the_draining_end_with_an_error(path, body, error, caplog):
     """The body is whole, in the format of its API, and the log says what happens without a traceback."""
     with running(drain_seconds=0) as server:
-        body = {"model": MODEL, "max_tokens": 1900, "stream": True} | body
+        body = {"model": MODEL, "max_tokens": 1900, "stream": True, "ignore_eos": True} | body
         with httpx.stream("POST", f"{server.url}/v1/{path}", json=body, timeout=20) as stream:
             lines = stream.iter_lines()
             next(lines)
