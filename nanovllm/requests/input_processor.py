@@ -95,7 +95,9 @@ class InputProcessor:
         params = sampling_params if isinstance(sampling_params, (list, tuple)) else [sampling_params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts: pass one, or one for each")
-        per_prompt = zip(read_images(prompts, self), params, priority or [0] * len(prompts))
+        if self.config.model_config.vision is not None:
+            prompts = read_images(prompts, self)
+        per_prompt = zip(prompts, params, priority or [0] * len(prompts))
         return [
             self.request(prompt, prompt_params, kind, i, template_arguments, prompt_priority)
             for i, (prompt, prompt_params, prompt_priority) in enumerate(per_prompt)

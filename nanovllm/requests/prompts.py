@@ -84,9 +84,7 @@ def has_images(prompt: Any) -> bool:
 
 def read_images(prompts: list, processor: "InputProcessor") -> list:
     """Return the prompts. If several have images, threads read the images at the same time."""
-    if processor.config.model_config.vision is None or sum(map(has_images, prompts)) < 2:
-        return prompts
-    return processor.images.read_all(prompts)
+    return prompts if sum(map(has_images, prompts)) < 2 else processor.images.read_all(prompts)
 
 
 def read_prompt(
