@@ -4,7 +4,6 @@ import asyncio
 import base64
 import io
 import json
-import os
 import random
 import sys
 import tracemalloc
@@ -625,7 +624,7 @@ def test_images_of_several_prompts(make_vision, monkeypatch, tmp_path):
         return cut(self, opened)
 
     alone = [[answer for prompt in kind for answer in answers_of([prompt])] for kind in make_prompts()]
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(image_prompts, "available_cores", lambda: 4)
     monkeypatch.setattr(ImageReader, "cut", wait_and_cut)
     for kind, expected in zip(make_prompts(), alone):
         num_read: list = []

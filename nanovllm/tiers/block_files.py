@@ -2,16 +2,10 @@
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from struct import Struct
-from threading import Thread
 from time import time
-from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -27,39 +21,6 @@ MAX_WRITE_SECONDS = 600
 
 class DamagedFileError(OSError):
     """A file is incomplete, was changed, or stores another block."""
-
-
-class FileThreads:
-    """Threads that read and write files.
-
-    They are daemon threads. An engine may write its last blocks when Python exits, which is after the threads of
-    `concurrent.futures` have ended.
-    """
-
-    def __init__(self, count: int):
-        self._work: SimpleQueue[tuple[Future, Callable[[], Any]] | None] = SimpleQueue()
-        self._threads = [Thread(target=self._run, name="nanovllm-files", daemon=True) for _ in range(count)]
-        for thread in self._threads:
-            thread.start()
-
-    def submit(self, function: Callable, *arguments: Any) -> Future:
-        future: Future = Future()
-        self._work.put((future, partial(function, *arguments)))
-        return future
-
-    def close(self) -> None:
-        """End the threads after the submitted work."""
-        for _ in self._threads:
-            self._work.put(None)
-
-    def _run(self) -> None:
-        while (item := self._work.get()) is not None:
-            future, work = item
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(work())
-                except BaseException as error:
-                    future.set_exception(error)
 
 
 class BlockFiles:

@@ -19,10 +19,11 @@ import xxhash
 
 from nanovllm.cache.block_copies import block_parts
 from nanovllm.engine.engine import Engine
-from nanovllm.tiers.block_files import BlockFiles, DamagedFileError, FileThreads
+from nanovllm.tiers.block_files import BlockFiles, DamagedFileError
 from nanovllm.tiers.connector import CachedBlock
 from nanovllm.tiers.host_tier import Entry, HostTier, use_host_tier
 from nanovllm.tiers.tiered_blocks import TieredBlockManager, report_loss
+from nanovllm.utils.daemon_threads import DaemonThreads
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
@@ -71,7 +72,8 @@ class DiskTier(HostTier):
 
     def __init__(self, engine: Engine, num_rows: int):
         self._files: BlockFiles | None = None  # see `start`
-        self._threads = FileThreads(NUM_THREADS)
+        # an engine may write its last blocks when Python exits
+        self._threads = DaemonThreads("nanovllm-files", NUM_THREADS)
         self._writes: dict[int, Write] = {}  # by hash
         self._file_reads: list[Read] = []
         super().__init__(engine, num_rows)

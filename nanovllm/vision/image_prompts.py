@@ -1,15 +1,13 @@
 """Reads prompts and conversations that contain images."""
 
-import os
-from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from queue import SimpleQueue
-from threading import Thread
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.requests.chat_templates import IMAGE_PART
 from nanovllm.requests.prompts import has_images, image_source, is_conversation, read_text_prompt
+from nanovllm.utils.cores import available_cores
+from nanovllm.utils.daemon_threads import DaemonThreads
 from nanovllm.vision.image_reader import MAX_PIXELS, ImageReader
 from nanovllm.vision.prompt_images import PromptImage, PromptImages
 
@@ -86,26 +84,17 @@ class ImagePrompts:
                 tasks[_key(source), is_trusted] = source
         if len(tasks) < 2:
             return prompts
-        rest, done, found = deque(tasks.items()), SimpleQueue[Any](), dict[tuple[Any, bool], PromptImage]()
-
-        def work() -> None:
-            with suppress(IndexError):  # nothing is left
-                while True:
-                    key, source = rest.popleft()
-                    try:
-                        done.put((key, self.reader.read(source, key[1])))
-                    except Exception:
-                        done.put((key, None))
-
+        futures: dict[tuple[Any, bool], Future] = {}
+        # daemon threads, because a read of a pipe may never end
+        threads = DaemonThreads("nanovllm-images", min(MAX_THREADS, available_cores(), len(tasks)))
         try:
-            for _ in range(min(MAX_THREADS, os.cpu_count() or 1, len(tasks))):
-                Thread(target=work, name="nanovllm-images", daemon=True).start()  # a read of a pipe may never end
-            for _ in tasks:
-                key, image = done.get()
-                if image is not None:
-                    found[key] = image
+            for (key, is_trusted), source in tasks.items():
+                futures[key, is_trusted] = threads.submit(self.reader.read, source, is_trusted)
+            found = {task: future.result() for task, future in futures.items() if future.exception() is None}
         finally:
-            rest.clear()  # after Ctrl-C
+            for future in futures.values():  # after Ctrl-C
+                future.cancel()
+            threads.close()
         return [_with_images(prompt, found) for prompt in prompts]
 
 
