@@ -42,7 +42,8 @@ SCHEDULING = [
 # folder or a group. An indented line continues the one before. A floor may have several lines, which do not know of
 # each other.
 HOUSE = """
-0 | utils/checks.py utils/construction.py utils/context.py utils/cores.py utils/cuda_driver.py utils/daemon_threads.py
+0 | kernels/activations.py <- utils/checks.py utils/construction.py utils/context.py utils/cores.py utils/cuda_driver.py
+  utils/daemon_threads.py
   utils/double_buffer.py utils/download.py utils/families.py utils/model_files.py
   utils/flags.py utils/interrupts.py utils/libraries.py utils/partial_sum.py utils/progress.py utils/refusals.py
   utils/replace.py utils/rope_scaling.py utils/setting_checks.py utils/tensor_parallel.py utils/transformers_4.py

@@ -31,6 +31,7 @@ from triton.runtime import driver
 from nanovllm.kernels.launch import dependent_launch
 from nanovllm.kernels.linear import gemv
 from nanovllm.kernels.launch.dependent_launch import compile_only, launch_ordinary
+from nanovllm.kernels.activations import SWIGLU
 
 
 class Utils:
@@ -76,7 +77,7 @@ def work():
     x, weight = torch.randn(1, 64, dtype=torch.bfloat16), torch.randn(32, 64, dtype=torch.bfloat16)
     for _ in range(2):
         gemv.gemv(x, weight)
-    gemv.gemv(x, weight, gated=True)
+    gemv.gemv(x, weight, act=SWIGLU)
     num_threads.append(threading.active_count())
     assert not gc.isenabled()
 

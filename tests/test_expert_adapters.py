@@ -38,10 +38,11 @@ from torch import nn
 
 from nanovllm import LoRARequest
 from nanovllm.fused.fused_experts import FusedExperts
+from nanovllm.kernels.activations import SWIGLU
 from nanovllm.lora import lora_experts
 from nanovllm.lora.lora_experts import AdaptedExperts, expert_linear
 from nanovllm.moe.experts import Experts
-from nanovllm.moe.moe_config import SWIGLU, MoEConfig
+from nanovllm.moe.moe_config import MoEConfig
 from nanovllm.utils.construction import constructing
 from nanovllm.utils.tensor_parallel import TensorParallel
 

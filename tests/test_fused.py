@@ -29,15 +29,15 @@ from nanovllm.fused.norm_input import NormInput
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import VocabParallelEmbedding
+from nanovllm.layers.gated_activation import GatedActivation, GeluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase, ReplicatedLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.sigmoid_gate import SigmoidGate
 from nanovllm.models import ModelConfig, make_model
-from nanovllm.models.gemma3_text import GeluAndMul
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3MLP
-from nanovllm.moe.experts import Experts, GatedActivation, MoE
+from nanovllm.moe.experts import Experts, MoE
 from nanovllm.serve import cli
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.families import MODELS

@@ -25,20 +25,21 @@ from common import (
 triton = pytest.importorskip("triton")
 import triton.language as tl
 
-from nanovllm import kernels
 from nanovllm.attention.triton import query_tiles
 from nanovllm.cache.kv_cache import AttentionSpec, KVCache
 from nanovllm.distributed.kernels import peers
 from nanovllm.distributed.kernels.peers import PeerBarrier
 from nanovllm.fused import fuse
 from nanovllm.fused.norm_input import NormInput
-from nanovllm.kernels import ops
+from nanovllm.kernels import hopper, ops
+from nanovllm.kernels.activations import GELU_AND_MUL, SWIGLU, Activation, activation_of
 from nanovllm.kernels.attention import decode_attention, prefill_attention
 from nanovllm.kernels.attention.decode_attention import TILE
 from nanovllm.kernels.attention.split_sequence import MAX_SPLITS, choose_num_splits
 from nanovllm.kernels.hopper import hopper_tiles
 from nanovllm.kernels.launch.gpu_features import has_tma, num_sms
 from nanovllm.kernels.linear.add_rms_norm import rms_norm
+from nanovllm.kernels.linear.gated_activations import gated_activation
 from nanovllm.kernels.linear.split_k_gemm import (
     FEW_WEIGHTS,
     LONE_BYTES,
@@ -52,6 +53,7 @@ from nanovllm.kernels.sampling import sampling
 from nanovllm.kernels.sampling.sampling import _gumbel
 from nanovllm.kernels.sampling.sampling_columns import PHILOX_ROUNDS, WIDTH, column
 from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.gated_activation import GeluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import QKVParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
@@ -486,6 +488,23 @@ def test_rms_norm_of_parts(with_residual, parts, num_rows, size, dtype):
     assert_close(out, rms_norm_reference(total, weight, 1e-6))
 
 
+@pytest.mark.parametrize("size, dtype", pairs([1, 32, 1000, 3840], DTYPES))
+@pytest.mark.parametrize("num_rows, parts", pairs([0, 1, 5], [1, 2, 4]))
+@pytest.mark.parametrize("with_factor", [False, True])
+def test_rms_norm_of_a_norm(with_factor, parts, num_rows, size, dtype):
+    """The sum of the parts has a norm of its own, which may have a factor, before the residual is added."""
+    x, (weight, own_weight) = randn(parts, num_rows, size, dtype=dtype), randn(2, size, dtype=dtype)
+    x[:, 1:2] *= 1e-3  # where eps counts
+    residual, before = x[0].flip(0) * 0.5, x[0].flip(0) * 0.5
+    normed, factor = rms_norm_reference(x.double().sum(0), own_weight, 1e-6), None
+    if with_factor:
+        factor = torch.tensor([0.3]).to(DEVICE, dtype)
+        normed *= factor.double()
+    out = rms_norm(x, weight, 1e-6, residual, parts, (own_weight, factor))
+    assert_close(residual, normed + before.double())
+    assert_close(out, rms_norm_reference(residual, weight, 1e-6))
+
+
 @each_dtype
 @pytest.mark.parametrize("num_heads", [1, 3])
 def test_rms_norm_of_heads(num_heads, dtype):
@@ -516,46 +535,53 @@ overflows = pytest.mark.filterwarnings("ignore:overflow")  # the interpreter's e
 @each_dtype
 @pytest.mark.parametrize("n", [1, 7, 1000, 1025, 3072])
 @pytest.mark.parametrize("num_rows", [0, 1, 5])
-def test_silu_and_mul(num_rows, n, dtype):
+@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_and_mul"])
+def test_gated_activations(name, num_rows, n, dtype):
     x = randn(num_rows, 2 * n, dtype=dtype) * 3
     x[:, : n // 8] *= 100  # where exp(-x) overflows, or vanishes
     gate, up = x.double().chunk(2, -1)
-    assert_close(ops.silu_and_mul(x), F.silu(gate) * up)
+    assert_close(getattr(ops, name)(x), (F.silu(gate) if name == "silu_and_mul" else gelu(gate)) * up)
 
 
-def linear_reference(x: torch.Tensor, weight: torch.Tensor, gated: bool = False, bias=None) -> torch.Tensor:
+gelu = partial(F.gelu, approximate="tanh")
+ACTIVATIONS = [None, SWIGLU, GELU_AND_MUL]
+
+
+def linear_reference(x: torch.Tensor, weight: torch.Tensor, act: Activation | None = None, bias=None) -> torch.Tensor:
     y = x.double() @ weight.double().T
     if bias is not None:
         y += bias.double()
-    if gated:
-        gate, up = y.chunk(2, -1)
-        return F.silu(gate) * up
-    return y
+    if act is None:
+        return y
+    gate, up = y.chunk(2, -1)
+    return (F.silu(gate) if act == SWIGLU else gelu(gate)) * up
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not prefill_attention.has_hopper_kernels(), reason="needs a Hopper GPU, and Triton 3.6")
 @pytest.mark.parametrize("num_rows, n, k", [(1, 128, 64), (130, 384, 136), (513, 3072, 1024), (1030, 2304, 1096)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_swiglu_for_hopper(num_rows, n, k, dtype):
+@pytest.mark.parametrize("act", ACTIVATIONS[1:])
+def test_gated_linear_for_hopper(act, num_rows, n, k, dtype):
     """Fewer tiles than programs and more, also with rows and inputs beyond the last; rounded as in two steps."""
-    from nanovllm.kernels.hopper.hopper_swiglu import swiglu
+    from nanovllm.kernels.hopper.hopper_gated import gated_linear
 
     x, weight = randn(num_rows, k, dtype=dtype), randn(2 * n, k, dtype=dtype) * 2 / k**0.5
     weight[: n // 8] *= 30  # where exp(-x) overflows, or vanishes
-    found, expected = swiglu(x, weight), linear_reference(x, weight, gated=True)
-    in_steps = ops.silu_and_mul(F.linear(x, weight))
+    found, expected = gated_linear(x, weight, act), linear_reference(x, weight, act)
+    in_steps = gated_activation(F.linear(x, weight), act)
     assert (found.double() - expected).norm() < 1.01 * (in_steps.double() - expected).norm()
     assert (found != in_steps).double().mean() < 0.02  # where sums in another order are rounded to other numbers
 
 
-def test_choose_swiglu(monkeypatch):
-    """Product and SwiGLU are one kernel if its tiles fill a GPU, here of 10 multiprocessors, as often as they need."""
-    module, calls = "nanovllm.kernels.hopper.hopper_swiglu", []
-    monkeypatch.setitem(sys.modules, module, SimpleNamespace(swiglu=lambda x, weight: calls.append(len(x))))
-    monkeypatch.setattr(kernels, "hopper_swiglu", sys.modules[module], raising=False)
-    monkeypatch.setattr("nanovllm.kernels.linear.silu_and_mul.has_hopper_kernels", lambda: True)
-    monkeypatch.setattr("nanovllm.kernels.linear.silu_and_mul.num_sms", lambda device: 10)
+def test_choose_gated_linear(monkeypatch):
+    """Matmul and activation are one kernel if its tiles fill a GPU, here of 10 multiprocessors, about completely."""
+    module, calls = "nanovllm.kernels.hopper.hopper_gated", []
+    hopper_gated = SimpleNamespace(gated_linear=lambda x, weight, act: calls.append((len(x), act)))
+    monkeypatch.setitem(sys.modules, module, hopper_gated)
+    monkeypatch.setattr(hopper, "hopper_gated", hopper_gated, raising=False)
+    monkeypatch.setattr("nanovllm.kernels.linear.gated_activations.has_hopper_kernels", lambda: True)
+    monkeypatch.setattr("nanovllm.kernels.linear.gated_activations.num_sms", lambda device: 10)
 
     def fused(n=640, k=64, dtype=torch.bfloat16, bias=None, act=SiluAndMul):
         calls.clear()
@@ -563,27 +589,28 @@ def test_choose_swiglu(monkeypatch):
         for rows in (2, 256, 511, 512, 513, 640, 768, 2500):
             x = NormInput(PartialSum(torch.ones(rows, k, dtype=dtype)), None, norm)
             ops.norm_linear(x, weight, bias, act and act())
-        return [*calls]
+        assert all(found == activation_of(act()) for _, found in calls)
+        return [rows for rows, _ in calls]
 
-    assert fused() == [512, 768, 2500]
+    assert fused() == fused(act=GeluAndMul) == [512, 768, 2500]
     assert fused(n=128) == [2500]
     assert not fused(n=640 - 64) and not fused(k=60) and not fused(dtype=torch.float32)
     assert not fused(bias=torch.ones(1280)) and not fused(act=None)
-    monkeypatch.setattr("nanovllm.kernels.linear.silu_and_mul.has_hopper_kernels", lambda: False)
+    monkeypatch.setattr("nanovllm.kernels.linear.gated_activations.has_hopper_kernels", lambda: False)
     assert not fused()
 
 
-# below, above and at odds with tiles of 2048 inputs, gated of 1024
+# below, above and at odds with tiles of 2048 inputs, or of 1024 with an activation
 GEMV_SIZES = [(1, 1), (7, 1), (257, 7), (257, 33), (1, 1024), (7, 1500), (257, 1030), (7, 2048), (1, 2055), (7, 5120)]
-GEMV_KINDS = [(before, gated) for gated in (False, True) for before in ("nothing", "norm", "sum and norm")]
+GEMV_KINDS = [(before, act) for act in ACTIVATIONS for before in ("nothing", "norm", "sum and norm")]
 
 
 @each_dtype_or_half
 @pytest.mark.parametrize("size, kind", pairs(GEMV_SIZES, GEMV_KINDS), ids=str)
 def test_gemv(size, kind, dtype):
-    (n, k), (before, gated) = size, kind
+    (n, k), (before, act) = size, kind
     x, residual = randn(1, k, dtype=dtype), randn(1, k, dtype=dtype) if "sum" in before else None
-    weight, norm_weight = randn(2 * n if gated else n, k, dtype=dtype) / k**0.5, None
+    weight, norm_weight = randn(2 * n if act else n, k, dtype=dtype) / k**0.5, None
     total = x if residual is None else x + residual
     expected, eps = total, 0.0
     if "norm" in before:
@@ -591,46 +618,47 @@ def test_gemv(size, kind, dtype):
         expected = rms_norm_reference(total, norm_weight, eps)
     inputs = [tensor for tensor in (x, weight, norm_weight, residual) if tensor is not None]
     copies = [tensor.clone() for tensor in inputs]
-    out, returned = ops.gemv(x, weight, (norm_weight, eps), residual, gated)
-    assert_close(out, linear_reference(expected, weight, gated))
+    out, returned = ops.gemv(x, weight, (norm_weight, eps), residual, act)
+    assert_close(out, linear_reference(expected, weight, act))
     assert torch.equal(returned, total) and (returned is x) == (residual is None)
     assert all(map(torch.equal, inputs, copies))
 
 
 @pytest.mark.parametrize("nk, dtype", pairs([(1, 1), (7, 1500), (257, 33), (7, 2055)], DTYPES))
 @pytest.mark.parametrize("has_norm", [False, True], ids=["", "norm"])
-@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
-def test_gemv_with_bias(gated, has_norm, nk, dtype):
+@pytest.mark.parametrize("act", ACTIVATIONS[:2], ids=["", "gated"])
+def test_gemv_with_bias(act, has_norm, nk, dtype):
     n, k = nk
     x, norm_weight = randn(1, k, dtype=dtype), randn(k, dtype=dtype) if has_norm else None
-    num_outputs = 2 * n if gated else n
+    num_outputs = 2 * n if act else n
     weight, bias = randn(num_outputs, k, dtype=dtype) / k**0.5, randn(num_outputs, dtype=dtype)
-    out, _ = ops.gemv(x, weight, (norm_weight, 0.5), gated=gated, bias=bias)
+    out, _ = ops.gemv(x, weight, (norm_weight, 0.5), act=act, bias=bias)
     normed = rms_norm_reference(x, norm_weight, 0.5) if has_norm else x
-    assert_close(out, linear_reference(normed, weight, gated, bias))
+    assert_close(out, linear_reference(normed, weight, act, bias))
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_gemv_sums_exact_products(gated):
+@pytest.mark.parametrize("act", ACTIVATIONS[:2])
+def test_gemv_sums_exact_products(act):
     """Products of bfloat16 numbers have 16 digits, which float32 holds: here the last ones are all that remains."""
     n, k = 3, 8192
     x, weight = torch.full((1, k), 1 + 2**-7, dtype=torch.bfloat16), torch.full((n, k), 1 + 2**-7, dtype=torch.bfloat16)
     x[:, ::2], weight[:, ::2] = -1, 1 + 2**-6  # exactly, each pair's sum is 2^-14
-    if gated:
+    if act:
         weight = torch.cat((torch.zeros_like(weight), weight))
         weight[:n, 0] = -64
-    out, _ = ops.gemv(x.to(DEVICE), weight.to(DEVICE), gated=gated)
-    expected = k // 2 * 2**-14 * (64 if gated else 1)
+    out, _ = ops.gemv(x.to(DEVICE), weight.to(DEVICE), act=act)
+    expected = k // 2 * 2**-14 * (64 if act else 1)
     assert out.tolist() == [[expected] * n]
 
 
 @overflows
 @each_dtype
-def test_gemv_with_gates_far_from_zero(dtype):
+@pytest.mark.parametrize("act", ACTIVATIONS[1:])
+def test_gemv_with_gates_far_from_zero(act, dtype):
     gates = torch.tensor([-3e4, -200.0, -89.0, -88.0, -20.0, 0.0, 20.0, 88.0, 89.0, 200.0, 3e4])
     weight = torch.cat((gates, torch.ones(len(gates))))[:, None].repeat(1, 8).to(DEVICE, dtype) / 8
     x = torch.ones(1, 8).to(DEVICE, dtype)
-    assert_close(ops.gemv(x, weight, gated=True)[0], linear_reference(x, weight, True))
+    assert_close(ops.gemv(x, weight, act=act)[0], linear_reference(x, weight, act))
 
 
 SPLIT_K_CASES = [((8, 8), 1), ((8, 8), 4), ((40, 136), 4), ((40, 136), 1)]  # n and k, and the number of parts

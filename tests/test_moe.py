@@ -15,14 +15,16 @@ triton = pytest.importorskip("triton")
 from nanovllm import kernels
 from nanovllm.fused import fuse
 from nanovllm.fused.forms import Fused
+from nanovllm.kernels.activations import GELU_AND_MUL, SWIGLU, Activation
 from nanovllm.kernels.launch.gpu_features import has_hopper_kernels, has_tma
+from nanovllm.layers.gated_activation import GatedActivation
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.models.shared.hybrid import SharedExpertMoE
-from nanovllm.moe.experts import DOWN, GATE, UP, GatedActivation, MoE, route
+from nanovllm.moe.experts import DOWN, GATE, UP, MoE, route
 from nanovllm.moe.kernels import moe_gemm, moe_gemv, moe_routing
 from nanovllm.moe.kernels.moe_routing import Routing, max_tiles, sort_by_expert
-from nanovllm.moe.moe_config import GELU_AND_MUL, SWIGLU, Activation, MoEConfig
+from nanovllm.moe.moe_config import MoEConfig
 from nanovllm.quantization import find_quantization
 from nanovllm.utils.construction import constructing
 from nanovllm.utils.partial_sum import PartialSum

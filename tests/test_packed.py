@@ -27,10 +27,12 @@ from test_models import requests as model_requests
 from test_quantization import assert_refused, is_linear, short_requests, split_experts
 
 from nanovllm import SamplingParams
+from nanovllm.kernels.activations import SWIGLU, Activation
+from nanovllm.layers.gated_activation import GatedActivation
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.models import ModelConfig, make_model
-from nanovllm.moe.experts import Experts, GatedActivation
-from nanovllm.moe.moe_config import SWIGLU, Activation, MoEConfig
+from nanovllm.moe.experts import Experts
+from nanovllm.moe.moe_config import MoEConfig
 from nanovllm.quantization import packed as packed_weights
 from nanovllm.quantization.formats.mxfp4 import read_config as mxfp4_config
 from nanovllm.quantization.packed import VALUES, Packed, nibbles, pack, quantize, unpack

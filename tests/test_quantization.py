@@ -34,6 +34,8 @@ from nanovllm.cache.kv_cache import KVCache
 from nanovllm.config import Config
 from nanovllm.fused.fused_linear import WeightFormat, partial_sum, product
 from nanovllm.fused.norm_input import NormInput
+from nanovllm.kernels.activations import GELU_AND_MUL, SWIGLU
+from nanovllm.layers.gated_activation import GatedActivation
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.models import ModelConfig, make_model
@@ -634,16 +636,19 @@ each_shape_and_kind = pytest.mark.parametrize("shape, kind", pairs(SHAPES, [E4M3
 
 @each_dtype_or_half
 @each_shape_and_kind
-@pytest.mark.parametrize("gated, has_bias, split_k", [(0, 0, 1), (1, 1, 1), (0, 1, 1), (0, 0, 3)])
-def test_scaled_gemv(fresh_memory_is_nan, dtype, kind, shape, gated, has_bias, split_k):
+@pytest.mark.parametrize(
+    "act, has_bias, split_k",
+    [(None, 0, 1), (SWIGLU, 1, 1), (GELU_AND_MUL, 1, 1), (None, 1, 1), (None, 0, 3)],
+)
+def test_scaled_gemv(fresh_memory_is_nan, dtype, kind, shape, act, has_bias, split_k):
     n, k, rows, columns = shape
-    n *= 1 + gated  # a border of blocks between the halves
+    n *= 2 if act else 1  # a border of blocks between the halves
     values, scales = scaled(n, k, rows, columns, kind)
     x, bias = randn(1, k, dtype=dtype), randn(n, dtype=dtype) if has_bias else None
     expected = F.linear(x.double(), dequantize(values, scales, torch.float64), None if bias is None else bias.double())
-    if gated:
-        expected = F.silu(expected[:, : n // 2]) * expected[:, n // 2 :]
-    y = scaled_gemv(x, (values, scales), bool(gated), bias, split_k)
+    if act:
+        expected = GatedActivation(act)(expected)
+    y = scaled_gemv(x, (values, scales), act, bias, split_k)
     if split_k > 1:
         assert y.shape == (split_k, 1, n)
         y = y.float().sum(0).to(dtype)
@@ -717,12 +722,12 @@ def test_scaled_gemm(fresh_memory_is_nan, dtype, way, shape, num_rows, split_k):
 @pytest.mark.parametrize("num_rows, n, k", [(1, 128, 128), (130, 384, 640), (1030, 4224, 384)])
 def test_swiglu_on_hopper(fresh_memory_is_nan, dtype, num_rows, n, k):
     """Fewer tiles than programs and more, also with rows beyond the last; about as near as in three steps."""
-    from nanovllm.kernels.hopper.hopper_swiglu import swiglu
+    from nanovllm.kernels.hopper.hopper_gated import gated_linear
 
     values, scales = scaled(2 * n, k, 128, 128)
     scales /= 8  # else most results of silu are 0 or what it is of
     x = ops.quantize_rows(randn(num_rows, k, dtype=dtype), 128)
-    rows = swiglu(x, values, scales)
+    rows = gated_linear(x, values, SWIGLU, scales)
     assert len(rows) == num_rows and rows.dtype == dtype and rows.scales.shape == (len(rows.values), n // 128)
     product = as_floats(x) @ dequantize(values, scales, torch.float64).T
     activated = F.silu(product[:, :n]) * product[:, n:]

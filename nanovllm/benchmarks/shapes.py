@@ -26,7 +26,9 @@ SHAPES = {
     "gemma4-31b": ("gemma4_text", 5376, 21504, 60, 32, 16, 256, 262144, 262144, 1e-6, 1e4, 1, True),
     "gemma4-26b-a4b": ("gemma4_text", 2816, 2112, 30, 16, 8, 256, 262144, 262144, 1e-6, 1e4, 1, True),
     "gemma4-e2b": ("gemma4_text", 1536, 6144, 35, 8, 1, 256, 262144, 131072, 1e-6, 1e4, 1, True),
+    "ministral3-8b": ("ministral3", 4096, 14336, 34, 32, 8, 128, 131072, 262144, 1e-5, 1e6, 2, False),
     "olmo3-7b": ("olmo3", 4096, 11008, 32, 32, 32, 128, 100278, 65536, 1e-6, 5e5, 100257, False),
+    "phi-4": ("phi3", 5120, 17920, 40, 40, 10, 128, 100352, 16384, 1e-5, 2.5e5, 100265, False),
     # with experts in MXFP4
     "gpt-oss-20b": ("gpt_oss", 2880, 2880, 24, 64, 8, 64, 201088, 131072, 1e-5, 1.5e5, 200002, False),
     "gpt-oss-120b": ("gpt_oss", 2880, 2880, 36, 64, 8, 64, 201088, 131072, 1e-5, 1.5e5, 200002, False),
@@ -40,6 +42,10 @@ LLAMA_ROPE = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0,
 OLMO_ROPE = dict(
     rope_type="yarn", factor=8.0, original_max_position_embeddings=8192, attention_factor=1.2079441541679836
 )
+MINISTRAL_ROPE = dict(
+    rope_type="yarn", rope_theta=1e6, factor=16.0, original_max_position_embeddings=16384, llama_4_scaling_beta=0.1
+)
+MINISTRAL_ROPE |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 GPT_OSS = {
     "num_experts_per_tok": 4,
     "sliding_window": 128,
@@ -84,6 +90,7 @@ EXTRA_ENTRIES: dict[str, dict] = {
         "num_kv_shared_layers": 20,
         "use_double_wide_mlp": True,
     },
+    "ministral3-8b": {"rope_parameters": MINISTRAL_ROPE},
     "olmo3-7b": {"sliding_window": 4096, "rope_scaling": OLMO_ROPE},
     "gpt-oss-20b": GPT_OSS | {"num_local_experts": 32},
     "gpt-oss-120b": GPT_OSS | {"num_local_experts": 128},

@@ -31,6 +31,8 @@ FORMS = {
     "nanovllm.models.qwen3:Qwen3MLP.forward": "decoder:FusedMLP",
     "nanovllm.models.qwen3:Qwen3DecoderLayer.forward": "decoder:FusedDecoderLayer",
     "nanovllm.models.qwen3:Qwen3Model.forward": "decoder:FusedModel",
+    "nanovllm.models.gemma3_text:Gemma3DecoderLayer.forward": "gemma:FusedGemma3Layer",
+    "nanovllm.models.shared.gemma4_layers:Gemma4DecoderLayer.forward": "gemma:FusedGemma4Layer",
     "nanovllm.models.gemma4_text:Gemma4Attention.forward": "fused_attention:FusedGemma4Attention",
     "nanovllm.models.shared.gemma4_layers:Gemma4Router.forward": "fused_experts:FusedGemma4Router",
     "nanovllm.models.shared.hybrid:GatedAttention.forward": "fused_attention:FusedGatedAttention",

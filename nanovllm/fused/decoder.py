@@ -14,7 +14,6 @@ from nanovllm.fused.forms import (
     Rope,
     rope_at,
     run_fused,
-    shared_rope,
     takes_fused,
 )
 from nanovllm.fused.fused_linear import are_known, partial_sum, product, split_linear
@@ -26,7 +25,7 @@ from nanovllm.utils.partial_sum import PartialSum, sum_over_ranks
 class FusedMLP(Fused):
     """Replaces `Qwen3MLP.forward`."""
 
-    what = "norm, gate_up and SwiGLU (one row); gate_up and SwiGLU (from 512 rows on Hopper)"
+    what = "norm, gate_up and activation (one row); gate_up and activation (from 512 rows on Hopper)"
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
@@ -120,21 +119,23 @@ class FusedModel(Fused):
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
-        has_parts = isinstance(module.norm, FusedRMSNorm) and isinstance(module.embed_tokens, FusedEmbedding)
-        return has_parts and isinstance(shared_rope(module), FusedRotaryEmbedding)
+        return isinstance(module.norm, FusedRMSNorm)
 
     def prepare(self: Any) -> None:
-        self.ropes = (shared_rope(self),)  # in a tuple, so that it does not become a submodule of the model
+        of_layers = [getattr(getattr(layer, "self_attn", None), "rotary_emb", None) for layer in self.layers]
+        # in a tuple, so that they do not become submodules of the model
+        self.ropes = tuple({rope for rope in of_layers if isinstance(rope, FusedRotaryEmbedding)})
+        self.rope_of_layer = [self.ropes.index(rope) if rope in self.ropes else None for rope in of_layers]
 
     def forward(self: Any, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         # The lookup must come first. Attention may read cos_sin while the previous kernel still runs. This is safe only
         # because the embedding, an ordinary launch, starts after the lookup is complete: see dependent_launch.py.
-        rope = self.ropes[0].rows(positions)
+        ropes = {None: Rope(positions, None), **{i: rope.rows(positions) for i, rope in enumerate(self.ropes)}}
         embed: Any = self.embed_tokens
         x, residual = embed.fused(input_ids) if takes_fused(embed) else PartialSum(embed(input_ids)), None
-        for layer in self.layers:
+        for layer, i in zip(self.layers, self.rope_of_layer):
             if takes_fused(layer):
-                x, residual = layer.fused(x, residual, rope)  # type: ignore[operator]
+                x, residual = layer.fused(x, residual, ropes[i])  # type: ignore[operator]
             else:
                 hidden_states, residual = layer(positions, x.reduce(), residual)
                 x, residual = PartialSum(hidden_states.contiguous()), residual.contiguous()

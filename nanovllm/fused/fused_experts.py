@@ -10,12 +10,14 @@ from torch import nn
 
 from nanovllm.fused.decoder import FusedMLP
 from nanovllm.fused.forms import Fused
-from nanovllm.fused.fused_linear import UNQUANTIZED, are_known, is_swiglu
+from nanovllm.fused.fused_linear import UNQUANTIZED, are_known
 from nanovllm.fused.norm_input import Normed, NormInput
 from nanovllm.kernels import operation
+from nanovllm.kernels.activations import SWIGLU, activation_of
+from nanovllm.layers.gated_activation import GatedActivation
 from nanovllm.layers.layernorm import rms_norm
 from nanovllm.layers.linear import linear
-from nanovllm.moe.experts import Experts, GatedActivation, route
+from nanovllm.moe.experts import Experts, route
 from nanovllm.utils.context import get_context
 from nanovllm.utils.partial_sum import Compute, PartialSum, sum_over_ranks
 
@@ -45,7 +47,7 @@ class FusedExperts(Fused):
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
-        return is_swiglu(module.act_fn) or type(module.act_fn) is GatedActivation
+        return activation_of(module.act_fn) == SWIGLU or type(module.act_fn) is GatedActivation
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
         return sum_experts(x, self, weights, expert_ids)

@@ -8,7 +8,9 @@ from torch import nn
 
 from nanovllm.fused.norm_input import NormInput
 from nanovllm.kernels import operation
+from nanovllm.kernels.activations import FUSED_ACTIVATIONS, GELU_AND_MUL, SWIGLU, activation_of
 from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.gated_activation import GeluAndMul
 from nanovllm.layers.linear import LinearBase, RowParallelLinear, linear
 from nanovllm.utils.partial_sum import PartialSum, max_split_k, sum_over_ranks
 
@@ -33,7 +35,7 @@ def split_linear(
 
 @operation
 def norm_linear(
-    x: NormInput, weight: torch.Tensor, bias: torch.Tensor | None = None, act: SiluAndMul | None = None
+    x: NormInput, weight: torch.Tensor, bias: torch.Tensor | None = None, act: nn.Module | None = None
 ) -> torch.Tensor:
     """Compute `linear` for the norm `x` [T, inputs], then the activation. The activation may return quantized rows."""
     y = linear(x.tensor(), weight, bias)
@@ -55,7 +57,7 @@ class WeightFormat:
     def linear(self, layer: LinearBase, x: Any, bias=None, split_k: int = 1, out=None) -> torch.Tensor:
         return split_linear(x, layer.weight, bias, split_k, out)
 
-    def norm_linear(self, layer: LinearBase, x: NormInput, act: SiluAndMul | None) -> Any:
+    def norm_linear(self, layer: LinearBase, x: NormInput, act: nn.Module | None) -> Any:
         return norm_linear(x, layer.weight, layer.bias, act)
 
     def best_split_k(self, layer: LinearBase, x: Any, max_split_k: int) -> int:
@@ -68,6 +70,8 @@ class WeightFormat:
         """
         return (x.tensor(), layer.weight, None) if type(self) is WeightFormat else None
 
+
+FUSED_ACTIVATIONS.update({SiluAndMul.forward: SWIGLU, GeluAndMul.forward: GELU_AND_MUL})  # quantization adds another
 
 UNQUANTIZED = WeightFormat()  # has no state
 
@@ -88,17 +92,9 @@ def are_known(*layers: nn.Module, output: nn.Module | None = None) -> bool:
     return all(type(layer).forward is forward and hasattr(layer, "format") for layer, forward in forwards)
 
 
-# the `forward` functions of SwiGLU activations, which kernels fuse with the preceding matmul; quantization adds another
-SWIGLU = {SiluAndMul.forward}
-
-
-def is_swiglu(act: nn.Module) -> bool:
-    return getattr(type(act), "forward", None) in SWIGLU  # modules of TorchScript have no `forward`
-
-
 def product(layer: Any, x: NormInput, act: nn.Module | None = None) -> Any:
     """Compute act(x W^T + b) with the weight W and bias b of `layer`, for the norm `x`."""
-    if act is None or is_swiglu(act):
+    if act is None or activation_of(act):
         return layer.format.norm_linear(layer, x, act)
     return act(layer.format.norm_linear(layer, x, None))
 

@@ -1,4 +1,4 @@
-"""Defines deferred norms. The kernel of the following matmul may compute a deferred norm."""
+"""Defines deferred norms. The kernel of the following matmul or norm may compute a deferred norm."""
 
 import torch
 
@@ -14,6 +14,26 @@ def add_rms_norm(
     """Return the norm of x + residual, and x + residual itself, both [T, N]. The sum may overwrite `residual`."""
     total = x.reduce() if residual is None else residual.add_(x.reduce())
     return rms_norm(total, weight, eps), total
+
+
+class NormedSum(PartialSum):
+    """A deferred norm of a sum, times a factor [1]. The kernel of the next norm computes it, then adds the residual."""
+
+    __slots__ = ("norm", "total")
+
+    def __init__(self, total: PartialSum, norm: RMSNorm, factor: torch.Tensor | None = None):
+        super().__init__(total.parts, total.split_k)
+        self.total, self.norm = total, (norm.weight, norm.eps, factor)
+
+    @property
+    def tensor(self) -> None:
+        """There is no tensor yet."""
+
+    def reduce(self) -> torch.Tensor:
+        """Compute the norm [T, N], times the factor."""
+        weight, eps, factor = self.norm
+        normed, _ = add_rms_norm(self.total, None, weight, eps)
+        return normed if factor is None else normed * factor
 
 
 class NormInput:

@@ -9,6 +9,7 @@ import torch
 from nanovllm.delta_net.kernels.delta_net_chunks import delta_net_chunks
 from nanovllm.delta_net.kernels.delta_net_tokens import delta_net_drafts, delta_net_step
 from nanovllm.distributed.kernels.peers import all_reduce_max, gather_columns, sum_rms_norm
+from nanovllm.kernels.activations import activation_of
 from nanovllm.kernels.attention.decode_attention import decode_attention, fuses_qk_norm_rope
 from nanovllm.kernels.attention.norm_rope_store import norm_rope_and_store
 from nanovllm.kernels.attention.prefill_attention import prefill_attention, query_tile_size
@@ -17,9 +18,9 @@ from nanovllm.kernels.launch.host_copies import copy_from_host, copy_to_host
 from nanovllm.kernels.linear.add_rms_norm import rms_norm as add_and_norm
 from nanovllm.kernels.linear.add_rms_norm import rms_norm_quantize
 from nanovllm.kernels.linear.embedding import embed_shard
+from nanovllm.kernels.linear.gated_activations import gated_linear, gelu_and_mul, sigmoid_gate, silu_and_mul
 from nanovllm.kernels.linear.gemv import gemv
 from nanovllm.kernels.linear.quantize_rows import quantize_rows, silu_and_mul_quantize
-from nanovllm.kernels.linear.silu_and_mul import sigmoid_gate, silu_and_mul, swiglu
 from nanovllm.kernels.linear.split_k_gemm import choose_split_k, split_k_gemm
 from nanovllm.kernels.linear.tiles import SWIGLU_GROUP, QuantizedRows
 from nanovllm.kernels.sampling.filters import logit_cutoffs
@@ -62,14 +63,15 @@ def norm_linear(x, weight, bias=None, act=None):
     """Compute the norm, matmul and activation of a single row in one kernel, unless the row is an unfinished sum.
 
     For several rows, a separate kernel computes the norm. For many rows on Hopper, one kernel computes matmul and
-    SwiGLU.
+    activation.
     """
+    activation = activation_of(act)
     if len(x) != 1:
-        return NotImplemented if act is None or bias is not None else swiglu(x.tensor(), weight)
+        return NotImplemented if act is None or bias is not None else gated_linear(x.tensor(), weight, activation)
     if (summands := x.summands()) is None:
-        return gemv(x.tensor(), weight, gated=act is not None, bias=bias)[0]
+        return gemv(x.tensor(), weight, act=activation, bias=bias)[0]
     row, residual = summands
-    y, x.total = gemv(row, weight, (x.weight, x.eps), residual, act is not None, bias)
+    y, x.total = gemv(row, weight, (x.weight, x.eps), residual, activation, bias)
     return y
 
 
@@ -78,12 +80,18 @@ def best_split_k(x, weight, max_split_k):
 
 
 def add_rms_norm(x, residual, weight, eps):
+    own_norm = None, None
+    if x.norm is not None:
+        own_weight, own_eps, factor = x.norm
+        if x.total.barrier is not None or own_eps != eps:
+            return add_and_norm(x.reduce(), weight, eps, residual), residual
+        x, own_norm = x.total, (own_weight, factor)
     if x.barrier is not None:
         return sum_rms_norm(x.parts, x.barrier, weight, eps, residual)
     if residual is None:
         total = x.reduce()
         return add_and_norm(total, weight, eps), total
-    return add_and_norm(x.parts, weight, eps, residual, x.split_k), residual
+    return add_and_norm(x.parts, weight, eps, residual, x.split_k, own_norm), residual
 
 
 def rms_norm(x, weight, eps):

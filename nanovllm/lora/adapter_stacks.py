@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from nanovllm.config import Config
-from nanovllm.fused.fused_linear import UNQUANTIZED, is_swiglu
+from nanovllm.fused.fused_linear import UNQUANTIZED
+from nanovllm.kernels.activations import SWIGLU, activation_of
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.linear import LinearBase
 from nanovllm.lora.expert_files import PROJECTIONS, ExpertsShape
@@ -149,8 +150,8 @@ def add_adapters(model: Any, config: Config, device: torch.device) -> None:
     """Prepare a loaded model's linear layers and experts for adapters, except for the output head and routers."""
     model.adapters = AdapterStacks(model, config, device)
     for module in model.modules():
-        act = getattr(module, "act_fn", None)
-        if isinstance(getattr(getattr(module, "down_proj", None), "format", None), LoRAFormat) and is_swiglu(act):
+        is_swiglu = activation_of(getattr(module, "act_fn", None)) == SWIGLU
+        if is_swiglu and isinstance(getattr(getattr(module, "down_proj", None), "format", None), LoRAFormat):
             module.act_fn = SiluAndMul()  # the old activation might quantize its output, which A can't multiply
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from nanovllm.fused.fused_linear import WeightFormat, split_linear
 from nanovllm.fused.norm_input import NormInput
@@ -105,7 +106,7 @@ class LoRAFormat(WeightFormat):
         add_lora(y if split_k == 1 else y[0], x, self.stack, self._rows())
         return y
 
-    def norm_linear(self, layer: LinearBase, x: NormInput, act: SiluAndMul | None) -> Any:
+    def norm_linear(self, layer: LinearBase, x: NormInput, act: nn.Module | None) -> Any:
         normed, stack = x.tensor(), self.stack  # the adapters need the normalized input, too
         gated = act is not None and type(act).forward is SiluAndMul.forward and len(stack.ends) == 2
         if self._fuses(normed):

@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.layers.embed_head import ScaledEmbedding
+from nanovllm.layers.gated_activation import GeluAndMul
 from nanovllm.layers.layernorm import ZeroCenteredRMSNorm, add_and_norm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models import ModelConfig
@@ -15,14 +15,6 @@ from nanovllm.models.qwen3 import Qwen3Attention, Qwen3MLP
 from nanovllm.models.shared.windows import WindowsForCausalLM, read_windows
 from nanovllm.utils.checks import check_choice, check_real
 from nanovllm.utils.nested_names import IMAGE_PREFIXES
-
-
-class GeluAndMul(nn.Module):
-    """Multiplies GELU (approximated with tanh) of the first half by the second half: [T, 2n] -> [T, n]."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = x.chunk(2, -1)
-        return F.gelu(gate, approximate="tanh") * up
 
 
 class Gemma3Attention(Qwen3Attention):

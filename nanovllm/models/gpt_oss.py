@@ -8,13 +8,14 @@ from typing import ClassVar
 
 from torch import nn
 
+from nanovllm.kernels.activations import Activation
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models import ModelConfig
 from nanovllm.models.llama import LlamaAttention
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 from nanovllm.models.shared.windows import fields_of_sizes
 from nanovllm.moe.experts import MoE
-from nanovllm.moe.moe_config import Activation, MoEConfig
+from nanovllm.moe.moe_config import MoEConfig
 from nanovllm.utils.checks import check_int, check_real
 from nanovllm.utils.loader import Shard, parameter
 from nanovllm.utils.merged_tensors import WHOLE

@@ -6,9 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.kernels.activations import SWIGLU
 from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.gated_activation import GatedActivation
 from nanovllm.layers.linear import ReplicatedLinear, linear
-from nanovllm.moe.moe_config import SWIGLU, Activation, MoEConfig
+from nanovllm.moe.moe_config import MoEConfig
 from nanovllm.utils.construction import get_construction
 from nanovllm.utils.loader import Shard, check_shape, parameter
 from nanovllm.utils.tensor_parallel import TensorParallel
@@ -35,20 +37,6 @@ def route(
     shared = F.pad(gates[..., None], (0, 1)).softmax(-1)[..., 0]  # sigmoids, row by row: see invariant/cpu_ops.py
     shared_ids = torch.arange(num_shared, device=logits.device).expand_as(shared) + logits.shape[1]
     return torch.cat((weights, shared), 1), torch.cat((expert_ids, shared_ids), 1)
-
-
-class GatedActivation(nn.Module):
-    """Maps the concatenation of gate and up [T, 2n] to [T, n]: see Activation."""
-
-    def __init__(self, activation: Activation):
-        super().__init__()
-        self.activation = activation
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        (gate, up), (alpha, cubic, shift, limit) = x.chunk(2, -1), self.activation
-        if limit:
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return gate * torch.sigmoid(alpha * (gate + cubic * gate**3)) * (up + shift)
 
 
 class ExpertsFormat:

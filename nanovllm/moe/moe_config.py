@@ -1,24 +1,8 @@
 """The configuration of a mixture of experts."""
 
 from dataclasses import dataclass
-from math import pi
-from typing import NamedTuple
 
-
-class Activation(NamedTuple):
-    """The activation of an expert: gate * sigmoid(alpha * (gate + cubic * gate^3)) * (up + shift).
-
-    With a limit, first clamp `gate` to at most `limit`, and clamp `up` to the range from -limit to limit.
-    """
-
-    alpha: float = 1.0
-    cubic: float = 0.0
-    shift: float = 0.0
-    limit: float = 0.0  # 0: no limit
-
-
-SWIGLU = Activation()
-GELU_AND_MUL = Activation(alpha=(8 / pi) ** 0.5, cubic=0.044715)  # GELU is approximated with tanh
+from nanovllm.kernels.activations import SWIGLU, Activation
 
 
 @dataclass(frozen=True, slots=True)

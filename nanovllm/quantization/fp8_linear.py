@@ -8,10 +8,11 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 
-from nanovllm.fused.fused_linear import SWIGLU
 from nanovllm.fused.norm_input import NormInput
 from nanovllm.kernels import ops, variant
+from nanovllm.kernels.activations import FUSED_ACTIVATIONS, SWIGLU
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.linear import LinearBase
 from nanovllm.quantization.scaled import QuantScheme
@@ -56,7 +57,7 @@ class FP8Linear(ScaledLinear):
             y += bias
         return y if split_k > 1 else y[0]
 
-    def norm_linear(self, layer: LinearBase, x: NormInput, act: SiluAndMul | None) -> Any:
+    def norm_linear(self, layer: LinearBase, x: NormInput, act: nn.Module | None) -> Any:
         if len(x) < self.min_rows or not self.suits_gemm:
             return super().norm_linear(layer, x, act)
         rows = self._quantized(x)
@@ -75,9 +76,12 @@ class FP8Linear(ScaledLinear):
         return ops.swiglu_quantize(rows, self.values, self.scales)
 
     def _quantized(self, x: NormInput) -> ops.QuantizedRows:
-        """Quantize x in the norm's kernel, unless the norm is already computed or must add several ranks' results."""
+        """Quantize x in the norm's kernel, unless the norm is already computed or must add several ranks' results.
+
+        Also use another kernel if another norm comes before the addition of the residual.
+        """
         parts, residual = x.x, x.residual_before
-        if x.total is not None or parts.barrier is not None:
+        if x.total is not None or parts.barrier is not None or parts.norm is not None:
             return ops.quantize_rows(x.tensor(), self.group)
         if residual is None:
             x.total = parts.reduce()
@@ -114,7 +118,7 @@ class FP8SiluAndMul(SiluAndMul):
         return ops.silu_and_mul_quantize(x, self.consumer.group)
 
 
-SWIGLU.add(FP8SiluAndMul.forward)
+FUSED_ACTIVATIONS[FP8SiluAndMul.forward] = SWIGLU
 
 
 @cache

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from nanovllm.fused.fused_linear import WeightFormat, split_linear
 from nanovllm.fused.norm_input import NormInput
 from nanovllm.kernels import operation
-from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.linear import LinearBase
 from nanovllm.moe.experts import DOWN, GATE, UP, Experts, ExpertsFormat
 from nanovllm.quantization.packed import Packed, PackedScheme, PackedWeight, dequantize_packed
@@ -20,7 +20,7 @@ def packed_linear(
     x: torch.Tensor,
     weight: Packed,
     bias: torch.Tensor | None = None,
-    act: SiluAndMul | None = None,
+    act: nn.Module | None = None,
     split_k: int = 1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -55,7 +55,7 @@ class PackedLinear(WeightFormat):
     def linear(self, layer: LinearBase, x: Any, bias=None, split_k: int = 1, out=None) -> torch.Tensor:
         return packed_linear(x, self.packed, bias, None, split_k, out)
 
-    def norm_linear(self, layer: LinearBase, x: NormInput, act: SiluAndMul | None) -> Any:
+    def norm_linear(self, layer: LinearBase, x: NormInput, act: nn.Module | None) -> Any:
         return packed_linear(x.tensor(), self.packed, layer.bias, act)
 
     def best_split_k(self, layer: LinearBase, x: Any, max_split_k: int) -> int:

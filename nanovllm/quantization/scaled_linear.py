@@ -3,11 +3,11 @@
 from typing import Any
 
 import torch
+from torch import nn
 
 from nanovllm.fused.fused_linear import WeightFormat, split_linear
 from nanovllm.fused.norm_input import NormInput
 from nanovllm.kernels import operation
-from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.linear import LinearBase
 from nanovllm.quantization.scaled import QuantScheme, ScaledWeight, dequantize
 
@@ -18,7 +18,7 @@ def scaled_linear(
     values: torch.Tensor,
     scales: torch.Tensor,
     bias: torch.Tensor | None = None,
-    act: SiluAndMul | None = None,
+    act: nn.Module | None = None,
     split_k: int = 1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -68,7 +68,7 @@ class ScaledLinear(WeightFormat):
     def linear(self, layer: LinearBase, x: Any, bias=None, split_k: int = 1, out=None) -> torch.Tensor:
         return scaled_linear(x, self.values, self.scales, bias, None, split_k, out)
 
-    def norm_linear(self, layer: LinearBase, x: NormInput, act: SiluAndMul | None) -> Any:
+    def norm_linear(self, layer: LinearBase, x: NormInput, act: nn.Module | None) -> Any:
         return scaled_linear(x.tensor(), self.values, self.scales, layer.bias, act)
 
     def best_split_k(self, layer: LinearBase, x: Any, max_split_k: int) -> int:

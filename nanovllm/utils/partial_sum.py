@@ -16,10 +16,12 @@ class PartialSum:
     parts: [T, N] or, if split_k > 1, [split_k, T, N], which the reader sums over the first dimension.
     barrier: the object with which the reading kernel waits until it can also add the other ranks' parts: see
         distributed/peer_memory.py. None if only this rank has parts.
+    norm: the arguments of a norm that replaces the sum: see NormedSum in fused/norm_input.py. Otherwise None.
     """
 
     __slots__ = ("device", "parts", "split_k")
     barrier: Any = None
+    norm: Any = None
 
     def __init__(self, parts: torch.Tensor, split_k: int = 1):
         self.parts, self.split_k, self.device = parts, split_k, parts.device

@@ -6,7 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.activations import Activation
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
+from nanovllm.kernels.linear.activate import activate
 from nanovllm.kernels.linear.tiles import NO_NORM, Tiles
 
 MAX_OUTPUTS = 16  # of a program with an adapter, a power of two
@@ -97,12 +99,13 @@ def _gemv_kernel(
     eps,
     K: tl.constexpr,
     TILES: tl.constexpr,
-    GATED: tl.constexpr,
+    ACT: tl.constexpr,
     ADAPTER: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # A program computes tile_n outputs. It reads the row in tiles of tile_k inputs.
     gdc_launch_dependents(PDL)
+    GATED: tl.constexpr = ACT is not None
     w_ptr, bias_ptr, norm_ptr = w_ptrs
     n = tl.program_id(0) * TILES.tile_n + tl.arange(0, TILES.tile_n)
     k = tl.arange(0, TILES.tile_k)
@@ -140,7 +143,7 @@ def _gemv_kernel(
     y = tl.sum(acc, 1) * scale + bias
     if GATED:
         up_y = tl.sum(up_acc, 1) * scale + up_bias
-        y = y / (1.0 + tl.exp(-y)) * up_y
+        y = activate(y, up_y, ACT)
     tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), n < N)
 
 
@@ -157,7 +160,7 @@ def gemv(
     weight: torch.Tensor,
     norm=NO_NORM,
     residual=None,
-    gated: bool = False,
+    act: Activation | None = None,
     bias=None,
     out=None,
     adapter: RowAdapter | None = None,
@@ -166,25 +169,25 @@ def gemv(
 
     x is [1, K], W is [N, K], `bias` is [N], and y is [1, N]. All tensors are contiguous. `norm` is a pair: the weight
     [K] and the eps of an RMS norm. With `norm`, the norm of x + residual replaces x in the matmul. A residual requires
-    a norm. Without a residual, the second result is x. If `gated`, the weight is [2N, K], the bias is [2N], and y is
-    silu(first half of the outputs) * second half. The results of `adapter` are added before the activation.
+    a norm. Without a residual, the second result is x. With `act`, the weight is [2N, K], the bias is [2N], and y is
+    the gated activation of all outputs. The results of `adapter` are added before the activation.
     """
     norm_weight, eps = norm
     assert norm_weight is not None or residual is None
-    n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
+    n, k = weight.shape[0] // (2 if act else 1), weight.shape[1]
     out = torch.empty((1, n), dtype=x.dtype, device=x.device) if out is None else out
     inputs = Inputs(x, residual, x if residual is None else torch.empty_like(x))
     # Short matmuls gain from overlapping kernels. For long matmuls, 75% of the memory holds four programs of 40 KB
     # each. The driver would choose a different percentage for each kernel.
     shared = 50 if weight.numel() <= 2**23 else 75
-    tiles, shape = gemv_tiles(x, weight, gated), None
+    tiles, shape = gemv_tiles(x, weight, act is not None), None
     if adapter is not None:
         tiles = tiles._replace(tile_n=min(MAX_OUTPUTS, tiles.tile_n))
         shape = AdapterShape(len(adapter.h), len(adapter.ends), adapter.b.shape[2], adapter.ranks.stride(0))
     assert adapter is None or norm_weight is None
     # with so few registers, more programs run at once; with larger tiles or an adapter, registers would spill
-    is_short = k <= tiles.tile_k and not gated and adapter is None
-    constants = dict(K=k, TILES=tiles, GATED=gated, ADAPTER=shape, maxnreg=64 if is_short else None)
+    is_short = k <= tiles.tile_k and act is None and adapter is None
+    constants = dict(K=k, TILES=tiles, ACT=act, ADAPTER=shape, maxnreg=64 if is_short else None)
     launch(_gemv_kernel, (-(-n // tiles.tile_n),), x.device, shared)(
         inputs, (weight, bias, norm_weight), adapter, out, n, eps, **constants, num_warps=tiles.warps
     )

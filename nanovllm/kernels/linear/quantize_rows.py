@@ -10,8 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.activations import SWIGLU, Activation
 from nanovllm.kernels.e4m3 import encode_e4m3
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
+from nanovllm.kernels.linear.activate import activate
 from nanovllm.kernels.linear.tiles import QuantizedRows, as_loadable, scale_of
 
 ROW_MULTIPLE = 16  # the library's FP8 GEMMs need a multiple of 16 rows
@@ -54,16 +56,16 @@ def store_groups(x, out_ptrs, row, first_group, stride, GROUPS: tl.constexpr):
 
 @dependent_kernel()
 @triton.jit(do_not_specialize=["scale_stride"])
-def _groups_kernel(x_ptr, out_ptrs, scale_stride, GROUPS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr):
+def _groups_kernel(x_ptr, out_ptrs, scale_stride, GROUPS: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr):
     """Each program stores `count` groups of one row."""
     gdc_launch_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     first_group = tl.program_id(1) * GROUPS.count
     at, inside = positions_of(first_group, GROUPS)
-    if GATED:
+    if ACT is not None:
         gate = tl.load(x_ptr + row * 2 * GROUPS.n + at, inside, 0.0).to(tl.float32)
         up = tl.load(x_ptr + row * 2 * GROUPS.n + GROUPS.n + at, inside, 0.0)
-        x = ((gate / (1.0 + tl.exp(-gate))).to(up.dtype) * up).to(tl.float32)
+        x = (activate(gate, 1.0, ACT).to(up.dtype) * up).to(tl.float32)
     else:
         x = tl.load(x_ptr + row * GROUPS.n + at, inside, 0.0).to(tl.float32)
     store_groups(x, out_ptrs, row, first_group, scale_stride, GROUPS)
@@ -81,26 +83,29 @@ def outputs_of(rows: QuantizedRows) -> tuple[tuple[torch.Tensor, torch.Tensor], 
     return (as_loadable(rows.values), rows.scales), rows.scales.stride(1)
 
 
-def store_rows(x: torch.Tensor, outputs: tuple, scale_stride: int, groups: Groups, gated: bool, num_warps: int) -> None:
+def store_rows(
+    x: torch.Tensor, outputs: tuple, scale_stride: int, groups: Groups, act: Activation | None, num_warps: int
+) -> None:
+    """Store x [T, K] in groups or, with `act`, the gated activation of x [T, 2K]."""
     if len(x):
         grid = len(x), -(-groups.n // (groups.size * groups.count))
-        constants = dict(GROUPS=groups, GATED=gated, num_warps=num_warps)
+        constants = dict(GROUPS=groups, ACT=act, num_warps=num_warps)
         launch(_groups_kernel, grid, x.device)(x.contiguous(), outputs, scale_stride, **constants)
 
 
-def quantize_rows(x: torch.Tensor, group: int, gated: bool = False) -> QuantizedRows:
+def quantize_rows(x: torch.Tensor, group: int, act: Activation | None = None) -> QuantizedRows:
     """Quantize x [T, K] to e4m3, with one scale per `group` inputs of a row. `group` divides K.
 
-    If `gated`, quantize the SwiGLU of x [T, 2K].
+    With `act`, quantize the gated activation of x [T, 2K].
     """
-    n = x.shape[1] // 2 if gated else x.shape[1]
+    n = x.shape[1] // 2 if act else x.shape[1]
     rows, width = empty_rows(len(x), n, group, x), 1 << (group - 1).bit_length()
     count = min(1 << (n // group - 1).bit_length(), max(1, 2048 // width))
     groups = Groups(n, group, count, width)
-    store_rows(x, *outputs_of(rows), groups, gated, 4 if count * width <= 2048 else 8)
+    store_rows(x, *outputs_of(rows), groups, act, 4 if count * width <= 2048 else 8)
     return rows
 
 
 def silu_and_mul_quantize(x: torch.Tensor, group: int) -> QuantizedRows:
     """Apply `silu_and_mul` to x [T, 2n], and quantize the result [T, n]."""
-    return quantize_rows(x, group, gated=True)
+    return quantize_rows(x, group, SWIGLU)

@@ -10,7 +10,7 @@ import triton.language as tl
 from nanovllm.kernels.e4m3 import decode_e4m3
 from nanovllm.kernels.launch.gpu_features import has_fp8_units
 
-SWIGLU_GROUP = 128  # the size of all groups and blocks that share a scale in hopper_swiglu.py
+SWIGLU_GROUP = 128  # the size of all groups and blocks that share a scale in hopper_gated.py
 NO_NORM = None, 0.0  # instead of a norm's weight and eps
 Weight = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # [.., N, K]; or 8-bit values [.., N, K] and their scales
 

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.activations import SWIGLU
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.launch.gpu_features import num_sms
 from nanovllm.kernels.linear.gemv import MAX_OUTPUTS, RowAdapter, gemv, gemv_tiles
@@ -289,4 +290,4 @@ def linear_of_row(x: torch.Tensor, weight: torch.Tensor, bias, stack, rows, gate
     tiles = tiles._replace(splits=min(tiles.splits, 1 << (max_splits.bit_length() - 1)))
     h = _shrink(x, stack, rows.groups, tiles)
     adapter = RowAdapter(h, stack.b, rows.slots, stack.ranks, stack.ends)
-    return gemv(x, weight, gated=gated, bias=bias, out=out, adapter=adapter)[0]
+    return gemv(x, weight, act=SWIGLU if gated else None, bias=bias, out=out, adapter=adapter)[0]

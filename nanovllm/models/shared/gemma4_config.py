@@ -4,9 +4,10 @@ from math import ceil
 from pathlib import Path
 from typing import NamedTuple
 
+from nanovllm.kernels.activations import GELU_AND_MUL
 from nanovllm.models import read_rope
 from nanovllm.models.shared.windows import Windows
-from nanovllm.moe.moe_config import GELU_AND_MUL, MoEConfig
+from nanovllm.moe.moe_config import MoEConfig
 from nanovllm.utils.checks import check_bool, check_int
 
 HIDDEN_SIZE = "hidden_size_per_layer_input"

@@ -16,9 +16,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
 from nanovllm.kernels.launch.gpu_features import has_hopper_kernels, has_tma
+from nanovllm.kernels.linear.activate import activate
 from nanovllm.kernels.linear.quantize_rows import quantize_rows
 from nanovllm.kernels.linear.tiles import Tiles, Weight, add_product, block_shape, load_tile, operands_of, times_scales
-from nanovllm.moe.kernels.activation import activate
 from nanovllm.moe.kernels.moe_routing import TILE_FIELDS, ExpertRows, Routing, sort_by_expert
 
 # consecutive tiles of rows that use the same tile of weights, which then stays in the L2 cache

@@ -11,8 +11,8 @@ import triton.language as tl
 
 from nanovllm.kernels.e4m3 import decode_e4m3
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
+from nanovllm.kernels.linear.activate import activate
 from nanovllm.kernels.linear.tiles import NO_NORM, Weight, as_loadable, columns_of_parts, shape_of, values_and_scales
-from nanovllm.moe.kernels.activation import activate
 from nanovllm.moe.kernels.moe_routing import Routing
 
 MAX_GEMV_TOKENS = 4  # with more tokens, several choose the same expert, and a grouped GEMM reads its weights only once

@@ -10,8 +10,8 @@ import triton.language as tl
 
 from nanovllm.kernels.hopper.hopper_tiles import suits_packed_kernels
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch, next_power_of_2
+from nanovllm.kernels.linear.activate import activate
 from nanovllm.kernels.linear.tiles import Tiles
-from nanovllm.moe.kernels.activation import activate
 from nanovllm.moe.kernels.moe_gemm import add_bias, choose_tile_m, moe_gemm
 from nanovllm.moe.kernels.moe_routing import TILE_FIELDS, ExpertRows, Routing, sort_by_expert
 from nanovllm.quantization.kernels.packed_gemm import (

@@ -2,6 +2,7 @@
 
 import triton
 
+from nanovllm.kernels.activations import SWIGLU, activation_of
 from nanovllm.kernels.hopper.hopper_tiles import hopper_tile
 from nanovllm.kernels.launch.gpu_features import has_hopper_kernels, num_sms
 from nanovllm.kernels.linear.split_k_gemm import TILE_N, split_k_gemm, tile_m_of
@@ -15,7 +16,7 @@ MIN_BLOCK_COLUMNS = 32  # the minimum number of inputs per step of FP8 tensor co
 def scaled_linear(x, values, scales, bias=None, act=None, split_k=1, out=None):
     x = x.contiguous()
     if len(x) == 1:
-        return scaled_gemv(x, (values, scales), act is not None, bias, split_k, out)
+        return scaled_gemv(x, (values, scales), activation_of(act), bias, split_k, out)
     if len(x) > MAX_SCALED_ROWS or not suits_scaled_gemm(values, scales):
         return NotImplemented
     y = split_k_gemm(x, (values, scales), split_k, out)
@@ -56,6 +57,6 @@ def swiglu_quantize(x: QuantizedRows, values, scales) -> QuantizedRows:
     num_tiles = triton.cdiv(len(x), 128) * (n // 256)
     if not has_hopper_kernels() or groups != (SWIGLU_GROUP,) * 3 or n % 256 or num_tiles < 2.7 * num_sms(values.device):
         return NotImplemented
-    from nanovllm.kernels.hopper.hopper_swiglu import swiglu  # it needs Gluon of Triton 3.6
+    from nanovllm.kernels.hopper.hopper_gated import gated_linear  # it needs Gluon of Triton 3.6
 
-    return swiglu(x, values, scales)
+    return gated_linear(x, values, SWIGLU, scales)

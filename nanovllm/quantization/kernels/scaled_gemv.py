@@ -8,11 +8,13 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.activations import Activation
 from nanovllm.kernels.e4m3 import decode_e4m3
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
+from nanovllm.kernels.linear.activate import activate
 from nanovllm.kernels.linear.tiles import Tiles, Weight, as_loadable, columns_of_parts, shape_of
 
-TILE_SIZE = 4096  # weights per tile; if gated, pairs of weights
+TILE_SIZE = 4096  # weights per tile; with an activation, pairs of weights
 NUM_TILES = 2  # per program, which loads both before it waits; the compiler would load more tiles too late
 MAX_TILE_K = 8192  # inputs per tile; twice as many if that fills the tile as well; more if a matmul must not be split
 MIN_FILL = 0.75  # the fraction of a tile's width, a power of two, that inputs should fill
@@ -41,15 +43,16 @@ def _load_tile(w_ptrs, first_n, k, is_column, N, SHAPE: tl.constexpr, ROWS: tl.c
 @dependent_kernel(early=("w_ptrs",))
 @triton.jit
 def _scaled_gemv_kernel(
-    x_ptr, w_ptrs, out_ptr, N, SHAPE: tl.constexpr, TILES: tl.constexpr, MATRICES: tl.constexpr, PDL: tl.constexpr
+    x_ptr, w_ptrs, out_ptr, N, SHAPE: tl.constexpr, TILES: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr
 ):
     # A program computes NUM_TILES tiles of outputs over the inputs of one split.
     gdc_launch_dependents(PDL)
     COLUMNS: tl.constexpr = SHAPE.k // SHAPE.block_k
     NUM_TILES: tl.constexpr = TILES.stages
+    MATRICES: tl.constexpr = 1 if ACT is None else 2
     first_n = tl.program_id(0) * (TILES.tile_n * NUM_TILES)
     split = tl.program_id(1)
-    # a thread loads 8 weights at once, or 16 if gated, which was measured to be fastest
+    # a thread loads 8 weights at once, or 16 with an activation, which was measured to be fastest
     part_k = columns_of_parts(TILES.tile_k, SHAPE.block_k, 8 * MATRICES)
     k = split * SHAPE.k_per_split + part_k
     is_column = part_k < SHAPE.k_per_split
@@ -74,7 +77,7 @@ def _scaled_gemv_kernel(
         n = first_n + i * TILES.tile_n + tl.arange(0, TILES.tile_n)
         if MATRICES == 2:
             gate, up = tl.split(y)
-            y = gate / (1.0 + tl.exp(-gate)) * up
+            y = activate(gate, up, ACT)
         else:
             y = tl.reshape(y, n.shape)
         tl.store(out_ptr + split * N + n, y.to(out_ptr.dtype.element_ty), n < N)
@@ -101,19 +104,24 @@ def _k_per_split(k: int, split_k: int) -> int:
 
 
 def scaled_gemv(
-    x: torch.Tensor, weight: Weight, gated: bool = False, bias=None, split_k: int = 1, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: Weight,
+    act: Activation | None = None,
+    bias=None,
+    split_k: int = 1,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return x W^T + bias [1, N] for x [1, K] and bias [N].
 
     `weight` is (values [N, K], scales [N / block rows, K / block columns]), and all tensors are contiguous. If blocks
     are narrower than K, the sides of a block are powers of two.
 
-    If `gated`, W is [2N, K], bias is [2N], and the result is silu(first half of the outputs) * second half. No block
-    may contain rows of both halves. If `split_k` > 1, return summands [split_k, 1, N] of x W^T, and allow neither
-    `gated` nor `bias`. `out` [split_k, 1, N] receives the result.
+    With `act`, W is [2N, K], bias is [2N], and the result is the gated activation of all outputs. No block may contain
+    rows of both halves. If `split_k` > 1, return summands [split_k, 1, N] of x W^T, and allow neither `act` nor `bias`.
+    `out` [split_k, 1, N] receives the result.
     """
-    assert split_k == 1 or (not gated and bias is None)
-    matrices, (values, scales) = 2 if gated else 1, weight
+    assert split_k == 1 or (act is None and bias is None)
+    matrices, (values, scales) = 2 if act else 1, weight
     n, k = values.shape[0] // matrices, values.shape[1]
     out = torch.empty((split_k, 1, n), dtype=x.dtype, device=x.device) if out is None else out
     shape = shape_of(values, scales)._replace(split_k=split_k, k_per_split=_k_per_split(k, split_k))
@@ -125,7 +133,7 @@ def scaled_gemv(
     tiles = Tiles(tile_n, tile_k, num_tiles, min(16, max(1, tile_n * tile_k // 2048)))
     # as in gemv: short matmuls gain from overlapping kernels
     shared = 50 if values.numel() <= SHORT else None
-    pointers, constants = (as_loadable(values), scales, bias), dict(SHAPE=shape, TILES=tiles, MATRICES=matrices)
+    pointers, constants = (as_loadable(values), scales, bias), dict(SHAPE=shape, TILES=tiles, ACT=act)
     launch(_scaled_gemv_kernel, (triton.cdiv(n, tile_n * num_tiles), split_k), x.device, shared)(
         x, pointers, out, n, **constants, num_warps=tiles.warps
     )

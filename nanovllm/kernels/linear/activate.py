@@ -1,4 +1,4 @@
-"""The activation of experts, which kernels compute after the first matmul."""
+"""Gated activations, which kernels compute after a matmul."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def activate(gate, up, ACT: tl.constexpr):
-    """Compute `ACT`, an Activation of moe/moe_config.py, or SwiGLU if `ACT` is None. NaN stays NaN."""
+    """Compute `ACT`, an Activation of kernels/activations.py, or SwiGLU if `ACT` is None. NaN stays NaN."""
     x = gate
     if ACT is not None:
         if ACT.limit != 0.0:

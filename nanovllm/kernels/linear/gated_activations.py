@@ -1,9 +1,10 @@
-"""The SwiGLU activation (alone, or in one kernel with the preceding matmul), and sigmoid gates."""
+"""Gated activations (alone, or in one kernel with the preceding matmul), and sigmoid gates."""
 
 import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.activations import GELU_AND_MUL, SWIGLU, Activation
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
 from nanovllm.kernels.launch.gpu_features import has_hopper_kernels, num_sms
 from nanovllm.kernels.linear.quantize_rows import Groups, store_rows
@@ -12,15 +13,23 @@ MIN_ROWS = 512  # for a fused matmul and activation
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """Return silu(x[:, :n]) * x[:, n:] for x [T, 2n]."""
+    return gated_activation(x, SWIGLU)
+
+
+def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    return gated_activation(x, GELU_AND_MUL)
+
+
+def gated_activation(x: torch.Tensor, act: Activation) -> torch.Tensor:
+    """Return the activation [T, n] of x [T, 2n], with gates x[:, :n]."""
     n = x.shape[1] // 2
     out, block = torch.empty((len(x), n), dtype=x.dtype, device=x.device), min(2048, 1 << (n - 1).bit_length())
-    store_rows(x, (out, None), 0, Groups(n, block, 1, block), gated=True, num_warps=8)
+    store_rows(x, (out, None), 0, Groups(n, block, 1, block), act, num_warps=8)
     return out
 
 
-def swiglu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Compute `silu_and_mul` of x W^T in one kernel. Return [T, N / 2] for x [T, K] and weight [N, K].
+def gated_linear(x: torch.Tensor, weight: torch.Tensor, act: Activation) -> torch.Tensor:
+    """Compute `gated_activation` of x W^T in one kernel. Return [T, N / 2] for x [T, K] and weight [N, K].
 
     Results are rounded as in separate kernels. Return `NotImplemented` if no kernel supports the operands, or if the
     tiles would leave too much of the GPU idle.
@@ -31,9 +40,9 @@ def swiglu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     num_tiles, sms = triton.cdiv(len(x), 128) * (n // 256), num_sms(weight.device)
     if num_tiles <= 0.9 * triton.cdiv(num_tiles, sms) * sms:
         return NotImplemented
-    from nanovllm.kernels.hopper import hopper_swiglu  # it needs Gluon of Triton 3.6
+    from nanovllm.kernels.hopper import hopper_gated  # it needs Gluon of Triton 3.6
 
-    return hopper_swiglu.swiglu(x, weight)
+    return hopper_gated.gated_linear(x, weight, act)
 
 
 @dependent_kernel()

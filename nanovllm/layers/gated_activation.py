@@ -1,0 +1,34 @@
+"""Gated activations other than SwiGLU."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.kernels import operation
+from nanovllm.kernels.activations import Activation
+
+
+@operation
+def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """Multiply GELU (approximated with tanh) of the first half by the second half: [T, 2n] -> [T, n]."""
+    gate, up = x.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+class GeluAndMul(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return gelu_and_mul(x)
+
+
+class GatedActivation(nn.Module):
+    """Maps the concatenation of gate and up [T, 2n] to [T, n]: see Activation."""
+
+    def __init__(self, activation: Activation):
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (gate, up), (alpha, cubic, shift, limit) = x.chunk(2, -1), self.activation
+        if limit:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * torch.sigmoid(alpha * (gate + cubic * gate**3)) * (up + shift)
