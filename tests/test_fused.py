@@ -68,6 +68,8 @@ FAMILIES = [
     "gemma4-shared",
     "smollm3",
     "glm4",
+    "ministral3",
+    "olmo3",
     "qwen3",
     "qwen3-moe",
     "gpt-oss",
@@ -597,7 +599,9 @@ def test_forms_that_are_left_out():
         assert {before[name] for name in before.keys() - FORMS.keys()} == {
             "fused_attention:FusedAttention",
             "fused_attention:FusedGatedAttention",
-            "fused_attention:FusedGemma4Attention",
+            "family_attention:FusedGemma4Attention",
+            "family_attention:FusedMinistral3Attention",
+            "family_attention:FusedOlmo3Attention",
         }
     assert before == FORMS
     with show_fused.without(("",)):

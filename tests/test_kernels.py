@@ -30,7 +30,7 @@ from nanovllm.cache.kv_cache import AttentionSpec, KVCache
 from nanovllm.distributed.kernels import peers
 from nanovllm.distributed.kernels.peers import PeerBarrier
 from nanovllm.fused import fuse
-from nanovllm.fused.norm_input import NormInput
+from nanovllm.fused.norm_input import NormedSum, NormInput
 from nanovllm.kernels import hopper, ops
 from nanovllm.kernels.activations import GELU_AND_MUL, SWIGLU, Activation, activation_of
 from nanovllm.kernels.attention import decode_attention, prefill_attention
@@ -503,6 +503,21 @@ def test_rms_norm_of_a_norm(with_factor, parts, num_rows, size, dtype):
     out = rms_norm(x, weight, 1e-6, residual, parts, (own_weight, factor))
     assert_close(residual, normed + before.double())
     assert_close(out, rms_norm_reference(residual, weight, 1e-6))
+    total = NormedSum(PartialSum(x if parts > 1 else x[0], parts), SimpleNamespace(weight=own_weight, eps=1e-6), factor)
+    assert ops.add_normed(total, before) is before and torch.equal(before, residual)
+
+
+@pytest.mark.parametrize("sizes, dtype", pairs([(1, 1), (64, 32), (1000, 250), (96, 4096)], DTYPES))
+@pytest.mark.parametrize("num_rows", [0, 1, 5])
+def test_norm_columns(num_rows, sizes, dtype):
+    """In place; the columns after the two groups stay."""
+    x, weights = inside(randn(num_rows, sum(sizes) + 7, dtype=dtype)), tuple(randn(n, dtype=dtype) for n in sizes)
+    x[1:2] *= 1e-3  # where eps counts
+    q, k, v = x.clone().split((*sizes, 7), 1)
+    assert ops.norm_columns(x, weights, 1e-6) is x
+    for found, before, weight in zip(x.split((*sizes, 7), 1), (q, k), weights):
+        assert_close(found, rms_norm_reference(before, weight, 1e-6))
+    assert torch.equal(x[:, -7:], v)
 
 
 @each_dtype

@@ -12,7 +12,7 @@ from nanovllm.fused.fused_linear import are_known, partial_sum, product
 from nanovllm.fused.norm_input import Normed, NormInput
 from nanovllm.kernels import operation
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.layernorm import RMSNorm, rms_norm
+from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.sigmoid_gate import sigmoid_gate
 from nanovllm.utils.context import get_context
@@ -98,12 +98,14 @@ class FusedAttention(Fused):
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
         norms: Any = module.q_norm, module.k_norm
-        attn: Any = module.attn
         has_norms = all(isinstance(norm, FusedRMSNorm) for norm in norms) and norms[0].eps == norms[1].eps
         has_none = all(type(norm) is nn.Identity for norm in norms)
-        is_plain = type(attn) is Attention
+        return (has_norms or has_none) and cls.matches_except_norms(module)
+
+    @staticmethod
+    def matches_except_norms(module: Any) -> bool:
         has_rope = isinstance(module.rotary_emb, FusedRotaryEmbedding)
-        return (has_norms or has_none) and is_plain and has_rope and are_known(module.qkv_proj, output=module.o_proj)
+        return type(module.attn) is Attention and has_rope and are_known(module.qkv_proj, output=module.o_proj)
 
     def forward(self: Any, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.fused(Normed(hidden_states), rope_at(self.rotary_emb, positions)).reduce()
@@ -115,20 +117,6 @@ class FusedAttention(Fused):
         if isinstance(self.q_norm, RMSNorm):
             return QKNormRope(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, rope.cos_sin)
         return QKNormRope(None, None, 0.0, rope.cos_sin)
-
-
-class FusedGemma4Attention(FusedAttention):
-    """Replaces `Gemma4Attention.forward`. Values get a norm without a weight, even if keys serve as values."""
-
-    def prepare(self: Any) -> None:
-        ones = torch.ones_like(self.q_norm.weight)
-        self.register_buffer("v_weight", ones, persistent=False)
-
-    def fused(self: Any, x: NormInput, rope: Rope) -> PartialSum:
-        qkv = product(self.qkv_proj, x).unflatten(-1, (-1, self.head_dim))
-        v = rms_norm(qkv[:, -self.num_kv_heads :], self.v_weight, self.eps)
-        qkv = torch.cat((qkv[:, : self.num_heads + self.num_kv_heads], v), 1)
-        return partial_sum(self.o_proj, attend(self.attn, qkv.flatten(1), None, self._norms(rope)))
 
 
 class FusedGatedAttention(FusedAttention):

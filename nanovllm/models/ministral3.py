@@ -32,16 +32,22 @@ class QueryScale(NamedTuple):
     beta: float
     length: float
 
+    def at(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the factors [T] for positions [T], in float32."""
+        return 1 + self.beta * torch.log1p(torch.floor(positions / self.length))
 
-class ScaledRotaryEmbedding(nn.Module):
-    def __init__(self, rotary_emb: RotaryEmbedding, scale: QueryScale):
-        super().__init__()
-        self.rotary_emb, self.scale = rotary_emb, scale
 
-    def forward(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+class Ministral3Attention(LlamaAttention):
+    def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding):
+        super().__init__(config, rotary_emb)
+        self.query_scale: QueryScale = config.details
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+        q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         q, k = self.rotary_emb(positions, q, k)
-        scale = 1 + self.scale.beta * torch.log1p(torch.floor(positions / self.scale.length))
-        return q * scale[:, None, None].to(q.dtype), k
+        q = q * self.query_scale.at(positions)[:, None, None].to(q.dtype)
+        return self.o_proj(self.attn(q, k, v))
 
 
 class Ministral3ForCausalLM(LlamaForCausalLM):
@@ -50,10 +56,7 @@ class Ministral3ForCausalLM(LlamaForCausalLM):
 
     @staticmethod
     def make_attention(config: ModelConfig, rotary_emb: RotaryEmbedding) -> nn.Module:
-        attention = LlamaAttention(config, rotary_emb)
-        if config.details is not None:
-            attention.rotary_emb = ScaledRotaryEmbedding(rotary_emb, config.details)
-        return attention
+        return (Ministral3Attention if config.details else LlamaAttention)(config, rotary_emb)
 
     @staticmethod
     def read_config(raw: dict, file: Path) -> dict:

@@ -30,12 +30,12 @@ class RowRMSNorm(nn.Module):
         return Shard((self.size,), self.heads.local_slice(self.size)).copy(param, loaded_weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the norm of x [T, heads, head_dim], which contains this rank's heads. The shape stays the same."""
-        y = x.flatten(1).float()
+        """Return the norm of x [T, heads * head_dim], which contains this rank's heads."""
+        y = x.float()
         total = self.tp.all_reduce(y.square().sum(-1, keepdim=True))
         num_copies = self.tp.size // self.heads.size  # several ranks may hold the same head
         y = y * torch.rsqrt(total / (num_copies * self.size) + self.eps)
-        return (y * self.weight.float()).to(x.dtype).view_as(x)
+        return (y * self.weight.float()).to(x.dtype)
 
 
 class Olmo3Attention(Qwen3Attention):
@@ -43,6 +43,13 @@ class Olmo3Attention(Qwen3Attention):
         super().__init__(config, rotary_emb)
         self.q_norm = RowRMSNorm(config.num_attention_heads, self.head_dim, config.rms_norm_eps)
         self.k_norm = RowRMSNorm(config.num_key_value_heads, self.head_dim, config.rms_norm_eps)
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        sizes = [n * self.head_dim for n in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
+        q, k, v = self.qkv_proj(hidden_states).split(sizes, dim=1)
+        q, k, v = (x.unflatten(1, (-1, self.head_dim)) for x in (self.q_norm(q), self.k_norm(k), v))
+        q, k = self.rotary_emb(positions, q, k)
+        return self.o_proj(self.attn(q, k, v))
 
 
 class Olmo3DecoderLayer(nn.Module):

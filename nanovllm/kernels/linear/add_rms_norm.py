@@ -25,7 +25,7 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     col, inside = positions_of(0, GROUPS)
     at = row * GROUPS.n + col
-    weight = tl.load(weight_ptr + col, inside, 0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + col, inside, 0.0).to(tl.float32) if weight_ptr is not None else 1.0
     if own_weight_ptr is not None:
         own_weight = tl.load(own_weight_ptr + col, inside, 0.0).to(tl.float32)
         factor = tl.load(factor_ptr).to(tl.float32) if factor_ptr is not None else 1.0
@@ -42,8 +42,9 @@ def _rms_norm_kernel(
         total = (x + residual).to(DTYPE)
         tl.store(residual_ptr + at, total, inside)
         x = total.to(tl.float32)
-    x *= tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / GROUPS.n + eps) * weight
-    store_groups(x, out_ptrs, row, 0, stride, GROUPS)
+    if weight_ptr is not None:
+        x *= tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / GROUPS.n + eps) * weight
+        store_groups(x, out_ptrs, row, 0, stride, GROUPS)
 
 
 def _store_norm(
@@ -86,3 +87,40 @@ def rms_norm_quantize(
     rows = empty_rows(*x.shape[-2:], group, x)
     _store_norm(x, weight, eps, residual, split_k, group, *outputs_of(rows))
     return rows
+
+
+def add_normed(x, residual: torch.Tensor) -> torch.Tensor:
+    """Add the NormedSum x [T, N] to `residual` in place, and return `residual`."""
+    parts, (own_weight, eps, factor) = x.total.parts, x.norm
+    if x.total.barrier is not None:
+        return NotImplemented
+    _store_norm(parts, None, eps, residual, x.total.split_k, parts.shape[-1], (None, None), 0, (own_weight, factor))
+    return residual
+
+
+@dependent_kernel(early=("weight_ptrs",))
+@triton.jit
+def _norm_columns_kernel(x_ptr, weight_ptrs, eps, stride, SIZES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    # A program normalizes one of two groups of columns in one row.
+    gdc_launch_dependents(PDL)
+    weight_ptr, second_ptr = weight_ptrs
+    first, size = 0, SIZES[0]
+    if tl.program_id(1) == 1:
+        weight_ptr, first, size = second_ptr, SIZES[0], SIZES[1]
+    col = tl.arange(0, BLOCK)
+    weight = tl.load(weight_ptr + col, col < size, 0.0).to(tl.float32)
+    gdc_wait(PDL)
+    at = x_ptr + tl.program_id(0).to(tl.int64) * stride + first + col
+    x = tl.load(at, col < size, 0.0).to(tl.float32)
+    tl.store(at, x * tl.rsqrt(tl.sum(x * x, 0) / size + eps) * weight, col < size)
+
+
+def norm_columns(x: torch.Tensor, weights: tuple[torch.Tensor, torch.Tensor], eps: float) -> torch.Tensor:
+    """Normalize the first two groups of columns of x [T, N] in place, one group for each weight, and return x."""
+    sizes = tuple(map(len, weights))
+    if len(x):
+        block = 1 << (max(sizes) - 1).bit_length()
+        launch(_norm_columns_kernel, (len(x), 2), x.device)(
+            x, weights, eps, x.stride(0), SIZES=sizes, BLOCK=block, num_warps=4 if block <= 2048 else 8
+        )
+    return x

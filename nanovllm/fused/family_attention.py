@@ -1,0 +1,63 @@
+"""Defines fused forms of attention in families that change q, k or v in other ways than Qwen3."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.fused.forms import Rope
+from nanovllm.fused.fused_attention import FusedAttention, QKNormRope, attend
+from nanovllm.fused.fused_linear import partial_sum, product
+from nanovllm.fused.norm_input import NormInput
+from nanovllm.kernels import operation
+from nanovllm.layers.layernorm import rms_norm
+from nanovllm.utils.context import get_context
+from nanovllm.utils.partial_sum import PartialSum
+
+
+class FusedGemma4Attention(FusedAttention):
+    """Replaces `Gemma4Attention.forward`. Values get a norm without a weight, even if keys serve as values."""
+
+    def prepare(self: Any) -> None:
+        ones = torch.ones_like(self.q_norm.weight)
+        self.register_buffer("v_weight", ones, persistent=False)
+
+    def fused(self: Any, x: NormInput, rope: Rope) -> PartialSum:
+        qkv = product(self.qkv_proj, x).unflatten(-1, (-1, self.head_dim))
+        v = rms_norm(qkv[:, -self.num_kv_heads :], self.v_weight, self.eps)
+        qkv = torch.cat((qkv[:, : self.num_heads + self.num_kv_heads], v), 1)
+        return partial_sum(self.o_proj, attend(self.attn, qkv.flatten(1), None, self._norms(rope)))
+
+
+class FusedMinistral3Attention(FusedAttention):
+    """Replaces `Ministral3Attention.forward`. Queries are multiplied by their scales before the rotation, not after."""
+
+    def fused(self: Any, x: NormInput, rope: Rope) -> PartialSum:
+        qkv, plans = product(self.qkv_proj, x), get_context().plans
+        if (scales := plans.get(FusedMinistral3Attention)) is None:  # in the first layer of a step
+            scales = plans[FusedMinistral3Attention] = self.query_scale.at(rope.positions)[:, None].to(qkv.dtype)
+        qkv[:, : self.num_heads * self.head_dim].mul_(scales)
+        return partial_sum(self.o_proj, attend(self.attn, qkv, None, self._norms(rope)))
+
+
+@operation
+def norm_columns(x: torch.Tensor, weights: tuple[torch.Tensor, torch.Tensor], eps: float) -> torch.Tensor:
+    """Normalize the first two groups of columns of x [T, N] in place, one group for each weight, and return x."""
+    q, k, _ = x.tensor_split((len(weights[0]), len(weights[0]) + len(weights[1])), 1)
+    for part, weight in zip((q, k), weights):
+        part.copy_(rms_norm(part, weight, eps))
+    return x
+
+
+class FusedOlmo3Attention(FusedAttention):
+    """Replaces `Olmo3Attention.forward`, on a single rank."""
+
+    what = "norms of q and k; RoPE and store of k and v (few decodes: with attention)"
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        return module.q_norm.tp.size == 1 and cls.matches_except_norms(module)
+
+    def fused(self: Any, x: NormInput, rope: Rope) -> PartialSum:
+        qkv = norm_columns(product(self.qkv_proj, x), (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps)
+        return partial_sum(self.o_proj, attend(self.attn, qkv, None, QKNormRope(None, None, 0.0, rope.cos_sin)))
