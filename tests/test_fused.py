@@ -39,6 +39,7 @@ from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3MLP
 from nanovllm.moe.experts import Experts, MoE
 from nanovllm.serve import cli
+from nanovllm.spec_decode.draft_heads import watch_input
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.families import MODELS
 from nanovllm.utils.loader import load_model
@@ -240,6 +241,8 @@ def test_plain_modules_are_in_the_table_of_models(tmp_path):
     [
         *((name, None) for name in FAMILIES if name in MODULES),
         ("llama-biases", "fp8"),
+        ("gemma3", "fp8"),
+        ("gemma4", "int8"),
         ("qwen3-moe", "int8"),
         ("llama-biases", "int4"),
     ],
@@ -463,6 +466,77 @@ def test_forwards_that_are_not_the_plain_one(tmp_path, use_ops, change):
     use_ops("norm_linear", "add_rms_norm")
     assert_same(plain, fused)
     assert not torch.allclose(plain.step(STEPS[0], plain.model), before, rtol=1e-2)
+
+
+def strided_embedding(model) -> None:
+    embed, kept = model.model.embed_tokens, []
+    model.model.embed_tokens = StridedEmbedding(embed, kept)
+
+
+class StridedEmbedding(nn.Module):
+    """An embedding from outside, whose result is a view of a tensor that it keeps."""
+
+    def __init__(self, embed, kept):
+        super().__init__()
+        self.embed, self.kept = embed, kept
+
+    def forward(self, token_ids):
+        self.kept.append(self.embed(token_ids).repeat(1, 2))
+        return self.kept[-1][:, self.kept[-1].shape[1] // 2 :]
+
+
+def strided_feed_forward(model) -> None:
+    layer = model.model.layers[0]
+    layer.feed_forward = lambda x, hidden_states: (layer.mlp(x) + x).repeat(1, 2)[:, x.shape[1] :]
+
+
+def hooks_after_attention_and_mlp(model) -> None:
+    layer = model.model.layers[0]
+    for norm in (layer.post_attention_layernorm, layer.post_feedforward_layernorm):
+        norm.register_forward_hook(lambda module, args, y: 2 * y)
+
+
+@pytest.mark.parametrize("change", [strided_embedding, strided_feed_forward, hooks_after_attention_and_mlp])
+@pytest.mark.parametrize("name", ["gemma3", "gemma4"])
+def test_changed_parts_of_gemma(tmp_path, use_ops, name, change):
+    """They are called with and without kernels, and nothing that they keep is overwritten."""
+    if name not in MODULES:
+        pytest.skip("transformers 4")
+    folder = make_folder(tmp_path / "model", name)
+    plain, fused = (Runner(folder, "sdpa") for _ in range(2))
+    before = plain.step(STEPS[0], plain.model)
+    for runner in (plain, fused):
+        change(runner.model)
+    fuse(fused.model)
+    assert_same(plain, fused)
+    pytest.importorskip("triton")
+    use_ops("norm_linear", "add_rms_norm", "add_normed", "rms_norm")
+    assert_same(plain, fused)
+    if change is strided_embedding:
+        kept = [runner.model.model.embed_tokens.kept for runner in (plain, fused)]
+        assert len(kept[0]) > 4 and all(map(torch.equal, *kept))
+    else:
+        assert not torch.allclose(plain.step(STEPS[0], plain.model), before, rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gemma3", "gemma4", "glm4", "olmo3", "granite"])
+@pytest.mark.parametrize("is_fused", [False, True], ids=["plain", "fused"])
+def test_inputs_of_layers(tmp_path, name, is_fused):
+    """Heads of EAGLE-3 read the inputs of layers, whatever norms a family has."""
+    if name not in MODULES:
+        pytest.skip("transformers 4")
+    folder, found = make_folder(tmp_path / "model", name), []
+    plain, runner = (Runner(folder, "sdpa") for _ in range(2))
+    if is_fused:
+        fuse(runner.model)
+    for layer in runner.model.model.layers:
+        watch_input(layer, found.append)
+    for rows in STEPS:
+        outputs = plain.step(rows, layer_by_layer(plain.model))
+        found.clear()
+        runner.step(rows, runner.model)
+        assert len(found) == len(outputs)
+        assert_near(torch.stack(found[1:]), outputs[:-1], None)
 
 
 def test_other_kinds_of_linear_layers_stay_plain(tmp_path):

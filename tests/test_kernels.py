@@ -503,7 +503,17 @@ def test_rms_norm_of_a_norm(with_factor, parts, num_rows, size, dtype):
     out = rms_norm(x, weight, 1e-6, residual, parts, (own_weight, factor))
     assert_close(residual, normed + before.double())
     assert_close(out, rms_norm_reference(residual, weight, 1e-6))
-    total = NormedSum(PartialSum(x if parts > 1 else x[0], parts), SimpleNamespace(weight=own_weight, eps=1e-6), factor)
+    total = NormedSum(PartialSum(x if parts > 1 else x[0], parts), SimpleNamespace(weight=own_weight, eps=1e-6))
+    if with_factor:
+        total.times(factor)
+    assert_close(total.reduce(), normed)
+    for eps in (1e-6, 0.5):  # the second differs from that of the own norm
+        found, summed = ops.add_rms_norm(total, before.clone(), weight, eps)
+        assert_close(summed, residual)
+        assert_close(found, rms_norm_reference(summed, weight, eps))
+    found, summed = ops.add_rms_norm(total, None, weight, 1e-6)
+    assert_close(summed, normed)
+    assert_close(found, rms_norm_reference(summed, weight, 1e-6))
     assert ops.add_normed(total, before) is before and torch.equal(before, residual)
 
 
@@ -641,7 +651,7 @@ def test_gemv(size, kind, dtype):
 
 @pytest.mark.parametrize("nk, dtype", pairs([(1, 1), (7, 1500), (257, 33), (7, 2055)], DTYPES))
 @pytest.mark.parametrize("has_norm", [False, True], ids=["", "norm"])
-@pytest.mark.parametrize("act", ACTIVATIONS[:2], ids=["", "gated"])
+@pytest.mark.parametrize("act", ACTIVATIONS, ids=["", "swiglu", "gelu"])
 def test_gemv_with_bias(act, has_norm, nk, dtype):
     n, k = nk
     x, norm_weight = randn(1, k, dtype=dtype), randn(k, dtype=dtype) if has_norm else None

@@ -21,6 +21,8 @@ from nanovllm.fused.norm_input import Normed, NormInput
 from nanovllm.layers.embed_head import embed_shard
 from nanovllm.utils.partial_sum import PartialSum, sum_over_ranks
 
+copied = partial(torch.clone, memory_format=torch.contiguous_format)
+
 
 class FusedMLP(Fused):
     """Replaces `Qwen3MLP.forward`."""
@@ -41,6 +43,8 @@ class FusedMLP(Fused):
 class FusedDecoderLayer(Fused):
     """Replaces `Qwen3DecoderLayer.forward`, and the `forward` of other layers whose norms have the same order."""
 
+    rope_index = -1  # index of the layer's Rope in a step of FusedModel; the last has no cosines and sines
+
     what = "norms with the products after them, sums with the norms after them"
 
     @classmethod
@@ -52,7 +56,6 @@ class FusedDecoderLayer(Fused):
     def forward(
         self: Any, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        copied = partial(torch.clone, memory_format=torch.contiguous_format)
         if residual is None:
             hidden_states = copied(hidden_states)  # becomes the residual of the second norm, which overwrites it
         else:
@@ -122,20 +125,22 @@ class FusedModel(Fused):
         return isinstance(module.norm, FusedRMSNorm)
 
     def prepare(self: Any) -> None:
-        of_layers = [getattr(getattr(layer, "self_attn", None), "rotary_emb", None) for layer in self.layers]
-        # in a tuple, so that they do not become submodules of the model
-        self.ropes = tuple({rope for rope in of_layers if isinstance(rope, FusedRotaryEmbedding)})
-        self.rope_of_layer = [self.ropes.index(rope) if rope in self.ropes else None for rope in of_layers]
+        self.ropes: tuple = ()  # a tuple, so that they do not become submodules of the model
+        for layer in self.layers:
+            rope = getattr(getattr(layer, "self_attn", None), "rotary_emb", None)
+            if isinstance(layer, Fused) and isinstance(rope, FusedRotaryEmbedding):
+                self.ropes += () if rope in self.ropes else (rope,)
+                layer.rope_index = self.ropes.index(rope)
 
     def forward(self: Any, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         # The lookup must come first. Attention may read cos_sin while the previous kernel still runs. This is safe only
         # because the embedding, an ordinary launch, starts after the lookup is complete: see dependent_launch.py.
-        ropes = {None: Rope(positions, None), **{i: rope.rows(positions) for i, rope in enumerate(self.ropes)}}
+        ropes = [*(rope.rows(positions) for rope in self.ropes), Rope(positions, None)]
         embed: Any = self.embed_tokens
-        x, residual = embed.fused(input_ids) if takes_fused(embed) else PartialSum(embed(input_ids)), None
-        for layer, i in zip(self.layers, self.rope_of_layer):
+        x, residual = embed.fused(input_ids) if takes_fused(embed) else PartialSum(copied(embed(input_ids))), None
+        for layer in self.layers:
             if takes_fused(layer):
-                x, residual = layer.fused(x, residual, ropes[i])  # type: ignore[operator]
+                x, residual = layer.fused(x, residual, ropes[layer.rope_index])  # type: ignore[operator]
             else:
                 hidden_states, residual = layer(positions, x.reduce(), residual)
                 x, residual = PartialSum(hidden_states.contiguous()), residual.contiguous()

@@ -7,12 +7,17 @@ import torch
 from torch import nn
 
 from nanovllm.fused.decoder import FusedDecoderLayer
-from nanovllm.fused.forms import FusedRMSNorm, Rope, run_fused
+from nanovllm.fused.forms import FusedRMSNorm, Rope, run_fused, takes_fused
 from nanovllm.fused.norm_input import Normed, NormedSum
 from nanovllm.kernels import operation
 from nanovllm.utils.partial_sum import PartialSum
 
 PLAIN_FEED_FORWARD = "nanovllm.models.gemma3_text:Gemma3DecoderLayer.feed_forward"
+
+
+def normed_sum(x: PartialSum, norm: nn.Module) -> PartialSum:
+    """Return the norm of a sum. It is deferred, unless the norm has hooks."""
+    return NormedSum(x, norm) if takes_fused(norm) else PartialSum(norm(x.reduce()))
 
 
 class FusedGemma3Layer(FusedDecoderLayer):
@@ -27,25 +32,29 @@ class FusedGemma3Layer(FusedDecoderLayer):
         return all(isinstance(getattr(module, name), FusedRMSNorm) for name in ("input_layernorm", *cls.norms))
 
     def prepare(self: Any) -> None:
-        self.has_only_mlp = type(self).feed_forward is resolve_name(PLAIN_FEED_FORWARD)
+        is_own = "feed_forward" in vars(self) or type(self).feed_forward is not resolve_name(PLAIN_FEED_FORWARD)
+        self.has_only_mlp = not is_own
 
     def fused(self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope) -> tuple[PartialSum, torch.Tensor]:
         after_attention, before_mlp, after_mlp = (getattr(self, name) for name in self.norms)
         normed = self.input_layernorm(x, residual)
-        normed = before_mlp(NormedSum(self.mix(normed, rope), after_attention), normed.residual)
+        normed = before_mlp(normed_sum(self.mix(normed, rope), after_attention), normed.residual)
         if self.has_only_mlp:
             x = run_fused(self.mlp, normed)
         else:
-            x = PartialSum(self.feed_forward(normed.tensor(), normed.residual))
-        return NormedSum(x, after_mlp), normed.residual
+            x = PartialSum(self.feed_forward(normed.tensor(), normed.residual).contiguous())
+        return self.finish(normed_sum(x, after_mlp), normed.residual)
+
+    def finish(self: Any, x: PartialSum, residual: torch.Tensor) -> tuple[PartialSum, torch.Tensor]:
+        return x, residual
 
 
 class FusedGemma4Layer(FusedGemma3Layer):
     """Replaces `Gemma4DecoderLayer.forward`, which multiplies the results by a factor."""
 
-    def fused(self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope) -> tuple[PartialSum, torch.Tensor]:
-        y, residual = super().fused(x, residual, rope)
-        return NormedSum(y.total, self.post_feedforward_layernorm, self.layer_scalar), residual.mul_(self.layer_scalar)
+    def finish(self: Any, x: PartialSum, residual: torch.Tensor) -> tuple[PartialSum, torch.Tensor]:
+        x = x.times(self.layer_scalar) if isinstance(x, NormedSum) else PartialSum(x.reduce() * self.layer_scalar)
+        return x, residual.mul_(self.layer_scalar)
 
 
 class FusedGlm4Layer(FusedGemma3Layer):
@@ -57,9 +66,14 @@ class FusedGlm4Layer(FusedGemma3Layer):
         self.has_only_mlp = True
 
 
+def add(x: PartialSum, residual: torch.Tensor) -> torch.Tensor:
+    """Add `x` to `residual` [T, N] in place, and return `residual`."""
+    return residual.add_(x.reduce()) if x.norm is None else add_normed(x, residual)
+
+
 @operation
-def add_normed(x: NormedSum, residual: torch.Tensor) -> torch.Tensor:
-    """Add the norm `x` to `residual` [T, N] in place, and return `residual`."""
+def add_normed(x: PartialSum, residual: torch.Tensor) -> torch.Tensor:
+    """Compute `add` for a NormedSum."""
     return residual.add_(x.reduce())
 
 
@@ -74,9 +88,7 @@ class FusedOlmo3Layer(FusedDecoderLayer):
         return all(isinstance(norm, FusedRMSNorm) for norm in norms)
 
     def fused(self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope) -> tuple[PartialSum, torch.Tensor]:
-        if residual is None:
-            residual = x.reduce()
-        else:
-            residual = add_normed(x, residual) if isinstance(x, NormedSum) else residual.add_(x.reduce())
-        residual = add_normed(NormedSum(self.mix(Normed(residual), rope), self.post_attention_layernorm), residual)
-        return NormedSum(run_fused(self.mlp, Normed(residual)), self.post_feedforward_layernorm), residual
+        residual = x.reduce() if residual is None else add(x, residual)
+        x = normed_sum(self.mix(Normed(residual), rope), self.post_attention_layernorm)
+        residual = add(x, residual)
+        return normed_sum(run_fused(self.mlp, Normed(residual)), self.post_feedforward_layernorm), residual

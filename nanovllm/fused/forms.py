@@ -94,12 +94,6 @@ def rope_at(rotary_emb: Any, positions: torch.Tensor) -> Rope:
     return rope
 
 
-def shared_rope(module: nn.Module) -> Any:
-    """Return the rotary embedding that all attention layers of a module share, or None."""
-    found = {part.rotary_emb for part in module.modules() if hasattr(part, "rotary_emb")}
-    return found.pop() if len(found) == 1 else None
-
-
 def takes_fused(module: nn.Module) -> bool:
     """Return whether neighbours may call `module.fused`.
 

@@ -111,5 +111,6 @@ class FusedGemma4Router(Fused):
         return are_known(module.proj) and module.proj.format is UNQUANTIZED  # type: ignore[union-attr]
 
     def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, slot_mapping = rms_norm(x, self.scale * self.factor, self.eps), get_context().slot_mapping
+        # the norm may read its weight early, so the weight must not be the result of an operation directly before it
+        x, slot_mapping = rms_norm(x, self.scale, self.eps) * self.factor, get_context().slot_mapping
         return choose_experts(x, self.proj.weight, self.top_k, self.per_expert_scale, slot_mapping)

@@ -6,9 +6,15 @@ import torch
 from torch import nn
 
 from nanovllm.fused.decoder import FusedDecoderLayer
-from nanovllm.fused.forms import Fused, FusedRMSNorm, FusedRotaryEmbedding, Rope, run_fused, shared_rope
+from nanovllm.fused.forms import Fused, FusedRMSNorm, FusedRotaryEmbedding, Rope, run_fused
 from nanovllm.fused.norm_input import Normed
 from nanovllm.utils.partial_sum import PartialSum
+
+
+def shared_rope(module: nn.Module) -> Any:
+    """Return the rotary embedding that all attention layers of a module share, or None."""
+    found = {part.rotary_emb for part in module.modules() if hasattr(part, "rotary_emb")}
+    return found.pop() if len(found) == 1 else None
 
 
 class FusedEagle3Layer(FusedDecoderLayer):

@@ -1,5 +1,7 @@
 """Defines deferred norms. The kernel of the following matmul or norm may compute a deferred norm."""
 
+from typing import Any
+
 import torch
 
 from nanovllm.kernels import operation
@@ -21,19 +23,29 @@ class NormedSum(PartialSum):
 
     __slots__ = ("norm", "total")
 
-    def __init__(self, total: PartialSum, norm: RMSNorm, factor: torch.Tensor | None = None):
+    def __init__(self, total: PartialSum, norm: Any):
+        """`norm` is a FusedRMSNorm."""
         super().__init__(total.parts, total.split_k)
-        self.total, self.norm = total, (norm.weight, norm.eps, factor)
+        self.total, self.norm = total, (norm.weight, norm.eps, None)
 
     @property
     def tensor(self) -> None:
         """There is no tensor yet."""
+
+    def times(self, factor: torch.Tensor) -> "NormedSum":
+        """Set the factor, and return this object."""
+        self.norm = *self.norm[:2], factor
+        return self
 
     def reduce(self) -> torch.Tensor:
         """Compute the norm [T, N], times the factor."""
         weight, eps, factor = self.norm
         normed, _ = add_rms_norm(self.total, None, weight, eps)
         return normed if factor is None else normed * factor
+
+    def finish(self) -> PartialSum:
+        """Return the result of `reduce` as a sum."""
+        return PartialSum(self.reduce())
 
 
 class NormInput:

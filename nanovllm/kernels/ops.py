@@ -15,7 +15,7 @@ from nanovllm.kernels.attention.norm_rope_store import norm_rope_and_store
 from nanovllm.kernels.attention.prefill_attention import prefill_attention, query_tile_size
 from nanovllm.kernels.hopper.hopper_tiles import qkv_norm_rope_store, quantized_linear
 from nanovllm.kernels.launch.host_copies import copy_from_host, copy_to_host
-from nanovllm.kernels.linear.add_rms_norm import add_normed, norm_columns, rms_norm_quantize
+from nanovllm.kernels.linear.add_rms_norm import NO_OWN_NORM, add_normed, norm_columns, rms_norm_quantize
 from nanovllm.kernels.linear.add_rms_norm import rms_norm as add_and_norm
 from nanovllm.kernels.linear.embedding import embed_shard
 from nanovllm.kernels.linear.gated_activations import gated_linear, gelu_and_mul, sigmoid_gate, silu_and_mul
@@ -79,13 +79,18 @@ def best_split_k(x, weight, max_split_k):
     return max(1, choose_split_k(x, weight, max_split_k)) if len(x) > 1 else 1
 
 
+def own_norm_of(x, residual, eps):
+    """For the argument x of `add_rms_norm`, return a PartialSum and the argument `own_norm` of the norm's kernel."""
+    if x.norm is None:
+        return x, NO_OWN_NORM
+    own_weight, own_eps, factor = x.norm
+    if residual is None or x.total.barrier is not None or own_eps != eps:
+        return x.finish(), NO_OWN_NORM
+    return x.total, (own_weight, factor)
+
+
 def add_rms_norm(x, residual, weight, eps):
-    own_norm = None, None
-    if x.norm is not None:
-        own_weight, own_eps, factor = x.norm
-        if x.total.barrier is not None or own_eps != eps:
-            return add_and_norm(x.reduce(), weight, eps, residual), residual
-        x, own_norm = x.total, (own_weight, factor)
+    x, own_norm = own_norm_of(x, residual, eps)
     if x.barrier is not None:
         return sum_rms_norm(x.parts, x.barrier, weight, eps, residual)
     if residual is None:

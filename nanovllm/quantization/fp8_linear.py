@@ -76,18 +76,18 @@ class FP8Linear(ScaledLinear):
         return ops.swiglu_quantize(rows, self.values, self.scales)
 
     def _quantized(self, x: NormInput) -> ops.QuantizedRows:
-        """Quantize x in the norm's kernel, unless the norm is already computed or must add several ranks' results.
-
-        Also use another kernel if another norm comes before the addition of the residual.
-        """
-        parts, residual = x.x, x.residual_before
-        if x.total is not None or parts.barrier is not None or parts.norm is not None:
+        """Quantize x in the norm's kernel, unless the norm is already computed or must add several ranks' results."""
+        residual = x.residual_before
+        if x.total is not None:
+            return ops.quantize_rows(x.tensor(), self.group)
+        parts, own_norm = ops.own_norm_of(x.x, residual, x.eps)
+        if parts.barrier is not None:
             return ops.quantize_rows(x.tensor(), self.group)
         if residual is None:
             x.total = parts.reduce()
             return ops.rms_norm_quantize(x.total, x.weight, x.eps, None, 1, self.group)
         x.total = residual
-        return ops.rms_norm_quantize(parts.parts, x.weight, x.eps, residual, parts.split_k, self.group)
+        return ops.rms_norm_quantize(parts.parts, x.weight, x.eps, residual, parts.split_k, self.group, own_norm)
 
     def _scaled_mm(self, x, bias: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
         y = torch._scaled_mm(

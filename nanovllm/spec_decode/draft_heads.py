@@ -3,6 +3,7 @@
 The hidden states are cached with the model's keys and values.
 """
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,13 +79,12 @@ class Eagle3(Head):
         self.embed_tokens = head.embed_tokens or self.embed_tokens
         self.parts: list[Any] = [None] * len(config.layer_ids)  # hidden states of the current step
         for i, layer_id in enumerate(config.layer_ids):
-            norm = self.decoder.layers[layer_id].post_attention_layernorm
-            norm.register_forward_pre_hook(partial(self.capture, i))
+            watch_input(self.decoder.layers[layer_id], partial(self.capture, i))
         return head
 
-    def capture(self, index: int, norm: nn.Module, args: tuple) -> None:
-        """Copy a layer's input [T, hidden_size] before the layer's second norm overwrites it."""
-        self.parts[index] = args[1].clone()
+    def capture(self, index: int, hidden_states: torch.Tensor) -> None:
+        """Collect the input [T, hidden_size] of a layer."""
+        self.parts[index] = hidden_states
         if index == len(self.parts) - 1:
             self.keep(self.model.fc(torch.cat(self.parts, -1)))
             self.parts = [None] * len(self.parts)
@@ -98,6 +98,27 @@ class Eagle3(Head):
         elif config.draft_vocab_size < config.layer.vocab_size:
             raise bad_tensors(folder, ["d2t"], "are missing")
         fill(self.model, tensors, folder)
+
+
+def watch_input(layer: nn.Module, use: Callable[[torch.Tensor], None]) -> None:
+    """In each step, call `use` with a copy of the layer's input [T, hidden_size].
+
+    Most fused layers pass their input to the norm before the MLP, as the residual. A hook on this norm costs less than
+    a hook on the layer, which would have to compute its input separately.
+    """
+
+    def at_norm(norm: nn.Module, args: tuple) -> None:
+        use(args[1].clone())  # the norm may overwrite it
+
+    def at_layer(layer: nn.Module, args: tuple) -> None:
+        _, hidden_states, residual = args[:3]
+        use(hidden_states.clone() if residual is None else hidden_states + residual)
+
+    if hasattr(layer, "fused") and hasattr(layer, "input_layernorm"):
+        norm = getattr(layer, "pre_feedforward_layernorm", layer.post_attention_layernorm)
+        norm.register_forward_pre_hook(at_norm)
+    else:
+        layer.register_forward_pre_hook(at_layer)
 
 
 class Mtp(Head):

@@ -12,6 +12,8 @@ from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launc
 from nanovllm.kernels.linear.quantize_rows import Groups, empty_rows, outputs_of, positions_of, store_groups
 from nanovllm.kernels.linear.tiles import QuantizedRows
 
+NO_OWN_NORM = None, None  # weight and factor
+
 
 @dependent_kernel(early=("weight_ptrs",))
 @triton.jit(do_not_specialize=["num_rows", "stride"])
@@ -48,9 +50,10 @@ def _rms_norm_kernel(
 
 
 def _store_norm(
-    x, weight, eps, residual, split_k: int, group: int, outputs: tuple, scale_stride: int, own_norm=(None, None)
+    x, weight, eps, residual, split_k: int, group: int, outputs: tuple, scale_stride: int, own_norm: tuple
 ) -> None:
     num_rows, n = x.shape[-2:]
+    assert residual is not None or own_norm == NO_OWN_NORM
     if num_rows:
         width, count = 1 << (group - 1).bit_length(), 1 << (n // group - 1).bit_length()
         constants = dict(GROUPS=Groups(n, group, count, width), num_warps=4 if count * width <= 2048 else 8)
@@ -65,7 +68,7 @@ def rms_norm(
     eps: float,
     residual: torch.Tensor | None = None,
     split_k: int = 1,
-    own_norm: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    own_norm: tuple[torch.Tensor | None, torch.Tensor | None] = NO_OWN_NORM,
 ) -> torch.Tensor:
     """Return the RMS norm of x + residual, and store this sum in `residual`.
 
@@ -81,11 +84,17 @@ def rms_norm(
 
 
 def rms_norm_quantize(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, split_k: int, group: int
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None,
+    split_k: int,
+    group: int,
+    own_norm: tuple[torch.Tensor | None, torch.Tensor | None] = NO_OWN_NORM,
 ) -> QuantizedRows:
     """Compute `rms_norm` and quantize the result, with one scale per `group` elements of a row."""
     rows = empty_rows(*x.shape[-2:], group, x)
-    _store_norm(x, weight, eps, residual, split_k, group, *outputs_of(rows))
+    _store_norm(x, weight, eps, residual, split_k, group, *outputs_of(rows), own_norm)
     return rows
 
 

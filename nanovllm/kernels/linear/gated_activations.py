@@ -35,7 +35,14 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor, act: Activation) -> torc
     tiles would leave too much of the GPU idle.
     """
     n, k = weight.shape
-    if len(x) < MIN_ROWS or x.dtype == torch.float32 or n % 256 or k % 8 or not has_hopper_kernels():
+    if (
+        act not in (SWIGLU, GELU_AND_MUL)
+        or len(x) < MIN_ROWS
+        or x.dtype == torch.float32
+        or n % 256
+        or k % 8
+        or not has_hopper_kernels()
+    ):
         return NotImplemented
     num_tiles, sms = triton.cdiv(len(x), 128) * (n // 256), num_sms(weight.device)
     if num_tiles <= 0.9 * triton.cdiv(num_tiles, sms) * sms:
