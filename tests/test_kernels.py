@@ -530,6 +530,18 @@ def test_norm_columns(num_rows, sizes, dtype):
     assert torch.equal(x[:, -7:], v)
 
 
+@pytest.mark.parametrize("shape, dtype", pairs([(0, 5, 32), (1, 3, 512), (5, 7, 64)], DTYPES))
+@pytest.mark.parametrize("count", [1, 3])
+def test_norm_heads(count, shape, dtype):
+    """In place; the heads before them stay."""
+    x = inside(randn(*shape, dtype=dtype))
+    x[1:2] *= 1e-3  # where eps counts
+    before = x.clone()
+    assert ops.norm_heads(x, count, 1e-6) is x
+    assert_close(x[:, -count:], rms_norm_reference(before[:, -count:], torch.ones(shape[2]).to(DEVICE), 1e-6))
+    assert torch.equal(x[:, :-count], before[:, :-count])
+
+
 @each_dtype
 @pytest.mark.parametrize("num_heads", [1, 3])
 def test_rms_norm_of_heads(num_heads, dtype):

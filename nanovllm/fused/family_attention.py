@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.fused.forms import Rope
@@ -15,17 +16,22 @@ from nanovllm.utils.context import get_context
 from nanovllm.utils.partial_sum import PartialSum
 
 
+@operation
+def norm_heads(x: torch.Tensor, count: int, eps: float) -> torch.Tensor:
+    """Normalize the last `count` heads of x [T, heads, head_dim] in place, without a weight, and return x."""
+    heads = x[:, -count:]
+    heads.copy_(F.rms_norm(heads.float(), heads.shape[-1:], eps=eps))
+    return x
+
+
 class FusedGemma4Attention(FusedAttention):
     """Replaces `Gemma4Attention.forward`. Values get a norm without a weight, even if keys serve as values."""
 
-    def prepare(self: Any) -> None:
-        ones = torch.ones_like(self.q_norm.weight)
-        self.register_buffer("v_weight", ones, persistent=False)
-
     def fused(self: Any, x: NormInput, rope: Rope) -> PartialSum:
         qkv = product(self.qkv_proj, x).unflatten(-1, (-1, self.head_dim))
-        v = rms_norm(qkv[:, -self.num_kv_heads :], self.v_weight, self.eps)
-        qkv = torch.cat((qkv[:, : self.num_heads + self.num_kv_heads], v), 1)
+        if qkv.shape[1] == self.num_heads + self.num_kv_heads:  # keys are values
+            qkv = torch.cat((qkv, qkv[:, -self.num_kv_heads :]), 1)
+        norm_heads(qkv, self.num_kv_heads, self.eps)
         return partial_sum(self.o_proj, attend(self.attn, qkv.flatten(1), None, self._norms(rope)))
 
 

@@ -8,11 +8,18 @@ from torch import nn
 
 from nanovllm.fused.decoder import FusedDecoderLayer
 from nanovllm.fused.forms import FusedRMSNorm, Rope, run_fused, takes_fused
-from nanovllm.fused.norm_input import Normed, NormedSum
+from nanovllm.fused.norm_input import Normed, NormedSum, NormInput
 from nanovllm.kernels import operation
 from nanovllm.utils.partial_sum import PartialSum
 
-PLAIN_FEED_FORWARD = "nanovllm.models.gemma3_text:Gemma3DecoderLayer.feed_forward"
+FEED_FORWARD = "nanovllm.models.gemma3_text:Gemma3DecoderLayer.feed_forward"
+FEED_EXPERTS = "nanovllm.models.shared.gemma4_layers:Gemma4ExpertsLayer.feed_forward"
+
+
+def has_method(module: nn.Module, path: str) -> bool:
+    """Return whether a module has the method at `path`, "module:Class.name", and has not replaced it."""
+    name = path.rsplit(".", 1)[1]
+    return name not in vars(module) and getattr(type(module), name) is resolve_name(path)
 
 
 def normed_sum(x: PartialSum, norm: nn.Module) -> PartialSum:
@@ -31,19 +38,16 @@ class FusedGemma3Layer(FusedDecoderLayer):
     def matches(cls, module: nn.Module) -> bool:
         return all(isinstance(getattr(module, name), FusedRMSNorm) for name in ("input_layernorm", *cls.norms))
 
-    def prepare(self: Any) -> None:
-        is_own = "feed_forward" in vars(self) or type(self).feed_forward is not resolve_name(PLAIN_FEED_FORWARD)
-        self.has_only_mlp = not is_own
-
     def fused(self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope) -> tuple[PartialSum, torch.Tensor]:
         after_attention, before_mlp, after_mlp = (getattr(self, name) for name in self.norms)
         normed = self.input_layernorm(x, residual)
         normed = before_mlp(normed_sum(self.mix(normed, rope), after_attention), normed.residual)
-        if self.has_only_mlp:
-            x = run_fused(self.mlp, normed)
-        else:
-            x = PartialSum(self.feed_forward(normed.tensor(), normed.residual).contiguous())
-        return self.finish(normed_sum(x, after_mlp), normed.residual)
+        return self.finish(normed_sum(self.feed(normed), after_mlp), normed.residual)
+
+    def feed(self: Any, x: NormInput) -> PartialSum:
+        if has_method(self, FEED_FORWARD):
+            return run_fused(self.mlp, x)
+        return PartialSum(self.feed_forward(x.tensor(), x.residual).contiguous())
 
     def finish(self: Any, x: PartialSum, residual: torch.Tensor) -> tuple[PartialSum, torch.Tensor]:
         return x, residual
@@ -51,6 +55,14 @@ class FusedGemma3Layer(FusedDecoderLayer):
 
 class FusedGemma4Layer(FusedGemma3Layer):
     """Replaces `Gemma4DecoderLayer.forward`, which multiplies the results by a factor."""
+
+    def feed(self: Any, x: NormInput) -> PartialSum:
+        if not has_method(self, FEED_EXPERTS):
+            return super().feed(x)
+        y = normed_sum(run_fused(self.mlp, x), self.post_feedforward_layernorm_1).reduce()
+        mixed = self.experts(self.pre_feedforward_layernorm_2(x.residual), *self.router(x.residual))
+        mixed = PartialSum(self.tp.all_reduce(mixed))
+        return PartialSum(add(normed_sum(mixed, self.post_feedforward_layernorm_2), y))
 
     def finish(self: Any, x: PartialSum, residual: torch.Tensor) -> tuple[PartialSum, torch.Tensor]:
         x = x.times(self.layer_scalar) if isinstance(x, NormedSum) else PartialSum(x.reduce() * self.layer_scalar)
@@ -62,8 +74,8 @@ class FusedGlm4Layer(FusedGemma3Layer):
 
     norms: ClassVar = ("post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 
-    def prepare(self: Any) -> None:
-        self.has_only_mlp = True
+    def feed(self: Any, x: NormInput) -> PartialSum:
+        return run_fused(self.mlp, x)
 
 
 def add(x: PartialSum, residual: torch.Tensor) -> torch.Tensor:

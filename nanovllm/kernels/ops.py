@@ -15,7 +15,7 @@ from nanovllm.kernels.attention.norm_rope_store import norm_rope_and_store
 from nanovllm.kernels.attention.prefill_attention import prefill_attention, query_tile_size
 from nanovllm.kernels.hopper.hopper_tiles import qkv_norm_rope_store, quantized_linear
 from nanovllm.kernels.launch.host_copies import copy_from_host, copy_to_host
-from nanovllm.kernels.linear.add_rms_norm import NO_OWN_NORM, add_normed, norm_columns, rms_norm_quantize
+from nanovllm.kernels.linear.add_rms_norm import NO_OWN_NORM, add_normed, norm_columns, norm_heads, rms_norm_quantize
 from nanovllm.kernels.linear.add_rms_norm import rms_norm as add_and_norm
 from nanovllm.kernels.linear.embedding import embed_shard
 from nanovllm.kernels.linear.gated_activations import gated_linear, gelu_and_mul, sigmoid_gate, silu_and_mul

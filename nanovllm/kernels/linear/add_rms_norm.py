@@ -133,3 +133,30 @@ def norm_columns(x: torch.Tensor, weights: tuple[torch.Tensor, torch.Tensor], ep
             x, weights, eps, x.stride(0), SIZES=sizes, BLOCK=block, num_warps=4 if block <= 2048 else 8
         )
     return x
+
+
+@dependent_kernel()
+@triton.jit
+def _norm_heads_kernel(
+    x_ptr, eps, stride, FIRST: tl.constexpr, COUNT: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr
+):
+    # A program normalizes COUNT heads of one token, from head FIRST on.
+    gdc_launch_dependents(PDL)
+    HEADS: tl.constexpr = triton.next_power_of_2(COUNT)
+    head = tl.arange(0, HEADS)[:, None]
+    at = x_ptr + tl.program_id(0).to(tl.int64) * stride + (FIRST + head) * SIZE + tl.arange(0, SIZE)[None, :]
+    gdc_wait(PDL)
+    x = tl.load(at, head < COUNT, 0.0).to(tl.float32)
+    tl.store(at, x * tl.rsqrt(tl.sum(x * x, 1) / SIZE + eps)[:, None], head < COUNT)
+
+
+def norm_heads(x: torch.Tensor, count: int, eps: float) -> torch.Tensor:
+    """Normalize the last `count` heads of x [T, heads, head_dim] in place, without a weight, and return x.
+
+    `head_dim` is a power of two.
+    """
+    num_rows, heads, size = x.shape
+    if num_rows:
+        constants = dict(FIRST=heads - count, COUNT=count, SIZE=size, num_warps=4 if count * size <= 4096 else 8)
+        launch(_norm_heads_kernel, (num_rows,), x.device)(x, eps, x.stride(0), **constants)
+    return x
