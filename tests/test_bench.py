@@ -1205,8 +1205,8 @@ def test_both_servers_get_the_same_requests(fake_server, monkeypatch, capsys, tm
     [
         ("tokens", "5 tokens instead of 6"),
         ("no end", "instead of [DONE]"),
-        ("chunk", "this is no chunk: b'zz"),
-        ("text", "this is no answer: b'hello'"),
+        ("chunk", "not a valid chunk: b'zz"),
+        ("text", "not a valid answer: b'hello'"),
         ("close", "the server closed the connection"),
         ("status", "status 500"),
         ("hang", "nothing has arrived for 0.3 seconds"),

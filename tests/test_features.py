@@ -186,7 +186,7 @@ def test_names_and_numbers_are_checked():
 
 def test_registered_features_need_one_rank(make_llm):
     register_feature(TopNSigma)
-    with pytest.raises(ValueError, match="tensor_parallel_size=2: must be 1 with features of register_feature"):
+    with pytest.raises(ValueError, match="tensor_parallel_size=2: must be 1 with registered features"):
         make_llm(tensor_parallel_size=2)
 
 

@@ -166,7 +166,7 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
 
     other = parser.add_argument_group("instead of the workloads")
     other.add_argument(
-        "--profile", type=writable_folder, metavar="FOLDER", help="write traces there, and print where the time goes"
+        "--profile", type=writable_folder, metavar="FOLDER", help="write traces here, and print where the time goes"
     )
     other.add_argument("--streaming", action="store_true", help="compare generate() with stream()")
     other.add_argument("--beams", type=size, metavar="WIDTH", help="compare beam search with that of transformers")
@@ -203,7 +203,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
     if missing := [engine for engine in args.compare if find_spec(engine) is None]:
         parser.error(f"--compare {missing[0]}: is not installed in this environment; pip install {missing[0]}")
     if args.rounds and first in (*STEPPED, "http"):
-        parser.error(f"--rounds: --workload {first} has runs of its own")
+        parser.error(f"--rounds: --workload {first} has a fixed number of runs")
     if args.plot and not SWEEPS.keys() & args.workload:
         parser.error(f"--plot: --workload {names} must be one of {', '.join(SWEEPS)}")
     if args.save and not WORKLOADS.keys() & args.workload:
@@ -273,7 +273,7 @@ positive = checked(float, "a number", lambda value: 0 < value < inf, "greater th
 
 def load(text: str) -> Load:
     if not (match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)/([1-9]\d*)(?:-(whole|chat))?", text)):
-        raise ArgumentTypeError(f"{text!r}: must be CLIENTSxINPUT/OUTPUT, and -whole or -chat after it, or nothing")
+        raise ArgumentTypeError(f"{text!r}: must be CLIENTSxINPUT/OUTPUT, optionally with -whole or -chat at the end")
     return Load(*map(int, match.groups()[:3]), match[4] or "")
 
 

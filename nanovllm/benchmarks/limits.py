@@ -88,7 +88,7 @@ class StepCosts:
     def __init__(self, config: Config, rates: Rates):
         shape: Any = config.model_config
         self.shape, self.rates, self.max_num_tokens = shape, rates, config.max_num_batched_tokens
-        # the weights that a token is multiplied with
+        # the weights by which a token is multiplied
         self.weights = shape.layer_operations // 2 * shape.num_hidden_layers
         self.head_weights = shape.hidden_size * shape.vocab_size
         self.head_size = config.dtype.itemsize

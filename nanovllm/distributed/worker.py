@@ -69,7 +69,7 @@ class Workers:
         self._num_ready = [0] * (config.tensor_parallel_size - 1)  # READY messages of each rank, at most 2
         self.supervisor: threading.Thread | None = None
         self._is_closing = False  # set by `exit`, when no queued work waits for a rank
-        self._ended = threading.Event()  # when the supervisor ends; before 3.13, an interrupted `join` proves nothing
+        self._ended = threading.Event()  # set when the supervisor ends; before 3.13, an interrupted `join` may be wrong
         self._channel: StepChannel | None = None
         self._folder: Path | None = None
 

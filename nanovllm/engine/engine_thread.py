@@ -57,7 +57,7 @@ class EngineThread:
             request.collector = collector
         self._post(partial(self._output_processor.add, requests), collector)
         self.check_open()  # again: if the engine is not closing now, the thread will see the command
-        if reasons := [*self.engine.unavailable.values()]:  # again: a thread that adds a reason now sees these requests
+        if reasons := [*self.engine.unavailable.values()]:  # again: a thread that adds one later sees these requests
             self.discard([request.request_id for request in requests])
             raise UnavailableError(reasons[0])
 
@@ -74,7 +74,7 @@ class EngineThread:
         return self._is_closing or not (collector in self.queued() or collector.live or collector.is_ready)
 
     def queued(self) -> list[Any]:
-        """Return the object that waits for each queued command. The collector waits for submitted requests."""
+        """Return what waits for each queued command. For submitted requests, this is their collector."""
         return [waiter for _, waiter in [*self._commands]]
 
     def take(self, collector: OutputCollector) -> StepOutput:

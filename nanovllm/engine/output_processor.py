@@ -77,7 +77,7 @@ class OutputProcessor:
                 self._hand_over(request.collector)
 
     def reset(self) -> None:
-        """Without any output, drop all requests and sequences. The EngineThread notifies the collectors."""
+        """Drop all requests and sequences, without any output. The EngineThread notifies the collectors."""
         self.requests.clear()
         self.scheduler.reset()
 

@@ -33,7 +33,7 @@ class WindowBlockManager(BlockManager):
     def reset(self) -> None:
         super().reset()
         self.columns: dict[int, Column] = {}  # the prefix cache of the window tables, by hash
-        self._num_freed: dict[Sequence, int] = {}  # how many of a sequence's first columns it does not hold
+        self._num_freed: dict[Sequence, int] = {}  # for each sequence, how many of its first columns it does not hold
         self._chunked: list[Sequence] = []  # the sequences with a chunk in the last scheduled step, and their forks
 
     def first_column(self, position: int) -> int:

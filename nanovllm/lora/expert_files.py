@@ -59,7 +59,7 @@ class Stack(NamedTuple):
 
 
 class ExpertReader:
-    """Reads the adapters of a file's experts. Methods raise ValueError with the names of the file and the tensor."""
+    """Reads the adapters of a file's experts. Methods raise a ValueError that names the file and the tensor."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class ExpertReader:
     ):
         """experts: the mixtures of experts in the model, by name.
 
-        modules: the names of the adapted modules in the file, by their names in the model.
+        modules: maps the model's name of each adapted module to its name in the file.
         """
         self._tensors, self._config, self._experts, self._modules = tensors, config, experts, modules
         self._bound = "max_expert_lora_rank", max_rank

@@ -76,9 +76,10 @@ class FP8Linear(ScaledLinear):
         return ops.swiglu_quantize(rows, self.values, self.scales)
 
     def _quantized(self, x: NormInput) -> ops.QuantizedRows:
-        """Quantize x in the norm's kernel, unless the norm is already computed or must add several ranks' results.
+        """Quantize x in the norm's kernel if possible.
 
-        Also use another kernel if another norm comes before the addition of the residual.
+        A separate kernel quantizes x if the norm is already computed or must add several ranks' results, or if another
+        norm comes before the addition of the residual.
         """
         parts, residual = x.x, x.residual_before
         if x.total is not None or parts.barrier is not None or parts.norm is not None:

@@ -10,7 +10,7 @@ from nanovllm.reasoning.formats import ReasoningFormat
 class Stage(Enum):
     BEFORE = auto()  # the answer may still begin with reasoning
     INSIDE = auto()
-    ENDED = auto()  # also if the answer has no reasoning
+    ENDED = auto()  # or the answer has no reasoning
 
 
 class Markers:

@@ -48,7 +48,7 @@ def sleep(llm: "LLMEngine", level: int = 1) -> int:
         return num_bytes
 
     num_bytes = in_engine(llm.engine_thread, work)
-    logger.info("asleep: each device has got back %.2f GiB", num_bytes / 2**30)
+    logger.info("asleep: %.2f GiB were freed on each device", num_bytes / 2**30)
     return num_bytes
 
 

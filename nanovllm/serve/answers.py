@@ -34,7 +34,7 @@ def dump_json(content: Any) -> bytes:
 
 
 def encoded(content: Any) -> msgspec.Raw:
-    """Encode content as JSON that other content can contain."""
+    """Encode content as JSON that can be embedded in other content."""
     return msgspec.Raw(dump_json(content))
 
 

@@ -172,7 +172,7 @@ class Api:
         """Return the model name for an answer. Raises ApiError for a model that is not served here."""
         if name is not None and name not in self.model_names and name not in self.adapters.by_name:
             served = ", ".join(map(repr, islice((*self.model_names, *self.adapters.by_name), 8)))
-            problem = f"model {name!r:.80} is not served here, but {served}"
+            problem = f"model {name!r:.80} is not served here; the server has {served}"
             raise ApiError(404, problem, "model", "model_not_found")
         return self.model_names[0] if name is None else name
 

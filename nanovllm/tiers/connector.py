@@ -13,7 +13,7 @@ class CachedBlock(NamedTuple):
 
     If a model has states or window tables, the prefix cache may store two contents for the same tokens: the block that
     `Sequence.block_table` lists, with hash `h`, and the snapshot of the state or the blocks of the window tables, with
-    hash `~h`. Both may be stored, and each may be stored alone.
+    hash `~h`. Each of the two may be stored without the other.
     """
 
     block_hash: int

@@ -40,7 +40,7 @@ def find_by_architecture(raw: dict, file: Path) -> str:
             return family
     raise ValueError(
         f"{file}: model_type={raw.get('model_type')!r} with architectures={architectures!r}: model_type must be one of "
-        f"{', '.join(map(repr, MODELS))}; another family is a file of nanovllm/models/"
+        f"{', '.join(map(repr, MODELS))}; to add a family, add a file to nanovllm/models/"
     )
 
 

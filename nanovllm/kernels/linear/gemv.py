@@ -71,7 +71,7 @@ def _adapter_summands(adapter_ptrs, part, n, is_n, k, N, SHAPE: tl.constexpr):
 
 @triton.jit
 def _load_if(ptr, at, inside, OTHERWISE: tl.constexpr):
-    """Load elements of a norm's weight or of a bias, or OTHERWISE if the tensor is missing."""
+    """Return elements of a norm's weight or of a bias, or OTHERWISE if the tensor is missing."""
     return tl.load(ptr + at, inside, 0.0).to(tl.float32) if ptr is not None else OTHERWISE
 
 
