@@ -25,7 +25,7 @@ LOGPROBS_MODES = ("raw_logprobs", "temperature_logprobs", "processed_logprobs")
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The settings of an engine. On construction, most `None` and `"auto"` values are replaced by resolved values.
+    """The settings of an engine. On construction, most `None` and `"auto"` values are replaced with resolved values.
 
     Constructing a Config imports PyTorch. Importing this module does not import PyTorch, so that `nanovllm --help`
     needs no PyTorch.
@@ -87,8 +87,8 @@ class Config:
     enable_sleep_mode: allow `sleep`, which frees memory until `wake_up` is called; see nanovllm/docs/training.md.
     batch_invariant: make the tokens and log-probabilities of a request bitwise identical in any batch; see
         nanovllm/docs/batch-invariance.md.
-    max_logprobs: upper limit for `logprobs` and `prompt_logprobs` of a request, also over HTTP. -1 means the vocabulary
-        size.
+    max_logprobs: upper limit for `logprobs` and `prompt_logprobs` of a request, in Python and over HTTP. -1 means the
+        vocabulary size.
     enable_lora: allow requests to use low-rank adapters; see nanovllm/docs/lora.md.
     max_loras: the number of adapters that are on the device at the same time.
     max_lora_rank: upper limit for the rank of adapters. Memory is allocated for adapters of this rank.

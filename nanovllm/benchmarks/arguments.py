@@ -27,7 +27,7 @@ prefill: an eighth of --num-seqs requests, with --prefill-len input tokens and o
 online: --num-seqs requests for each --request-rate; by default, 20 seconds of requests (6 seconds on a CPU). The gaps
     between arrivals are exponentially distributed. The lengths are log-normal (sigma 0.9 for inputs, 0.7 for outputs),
     and are scaled down to fit --max-model-len. On a CPU, a short run first measures the highest rate, and the default
-    rates are 30, 60 and 90% of that rate. p99 is left out for fewer than 20 requests.
+    rates are 30, 60 and 90% of that rate. The p99 is left out for fewer than 20 requests.
 conversations: --num-seqs conversations of 3 to 20 turns (2 to 5 on a CPU), which share a system prompt. Each question
     follows the previous answer after a pause, and the prompt is the whole conversation. The lengths have the same
     distributions as in the workload online. A conversation ends early at --max-model-len. The table shows the TTFT by
@@ -44,7 +44,7 @@ http: clients of `nanovllm serve`, which is started on a free port. Each client 
     request is answered. Each value of --clients is a row: 64x256/128 means 64 clients that stream answers of 128 tokens
     to prompts of 256 tokens. 256x200/256-chat sends conversations, and 512x128/128-whole does not stream. --num-seqs is
     the number of requests per row.
-host: no model runs. A fake device returns random tokens at once. One table shows the time of schedule, prepare and
+host: no model runs. A fake device returns random tokens immediately. One table shows the time of schedule, prepare and
     process in a decode step of 1 to 1,024 sequences. Another table shows the CPU time of a step of 512 sequences, which
     includes the work until the caller of `generate` or `stream` gets the text. The time of a Python loop shows how fast
     the machine is.

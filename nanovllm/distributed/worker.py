@@ -81,7 +81,7 @@ class Workers:
         self._wait_until(lambda: min(self._num_ready) >= 1)
         connection: Future[Ranks] = Future()
         threading.Thread(target=self._connect_rank_0, args=(connection,), daemon=True).start()
-        self._wait_until(connection.done)  # raises at once if a rank is lost; `connection` would take minutes to fail
+        self._wait_until(connection.done)  # raises early if a rank is lost; `connection` would take minutes to fail
         self.tp = connection.result()
         return self.tp
 

@@ -88,7 +88,7 @@ class EngineThread:
         """Call `work` between two steps, and return its result.
 
         An error in `work` is treated like an error in a step. If the caller is the engine thread itself, as in a hook,
-        `work` is called at once.
+        `work` is called immediately.
         """
         if threading.current_thread() is self._thread:
             return work()
@@ -128,8 +128,8 @@ class EngineThread:
     def exit(self) -> None:
         """Drop all requests, free the device's memory, and end the thread. Waiting callers get a RuntimeError.
 
-        If a finalizer calls this method in the engine thread or in the ranks' supervisor, the method returns at once,
-        and the thread ends after the step. In a forked child, the method does nothing.
+        If a finalizer calls this method in the engine thread or in the ranks' supervisor, the method returns
+        immediately, and the thread ends after the step. In a forked child, the method does nothing.
         """
         if os.getpid() != self._pid:
             return

@@ -52,7 +52,7 @@ class Connector(ABC):
 
     @abstractmethod
     def order_steps(self, block_ids: list[int]) -> None:
-        """Let all steps that are launched from now on wait for the copies from and to these blocks of the device.
+        """Make all later steps wait for the copies from and to these blocks of the device.
 
         Copies from the device may still be running. Copies to the device have already ended on rank 0, because the
         caller waits for the function that `get` returned.

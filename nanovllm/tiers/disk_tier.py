@@ -48,7 +48,7 @@ class Write:
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """Blocks that a call of `get` asks for, of which some are read from files."""
+    """The blocks of one call of `get`. Some of them are read from files."""
 
     blocks: list[CachedBlock]
     kept: list[Entry]  # entries of the other blocks, which must stay in host memory

@@ -53,8 +53,8 @@ class Load:
 class TieredBlockManager(BlockManager):
     """Copies blocks to a store before they are evicted, and loads them when a waiting sequence begins with them.
 
-    These methods replace methods of an engine's block manager. A subclass adds what a manager stores besides the blocks
-    of `Sequence.block_table`.
+    These methods replace methods of an engine's block manager. If a manager also stores other contents than the blocks
+    of `Sequence.block_table`, a subclass handles these contents.
 
     **Out.** At the start of each step, the blocks that will be evicted next are stored. The copy of an evicted block
     has therefore usually ended long before, and the device does not wait. If a step evicts a block whose copy has not
@@ -163,7 +163,7 @@ class TieredBlockManager(BlockManager):
         return None if load.has_ended else load
 
     def _longest_prefix(self, seq: Sequence) -> list[Key]:
-        """Return the keys of all contents that the longest cached prefix of `seq` needs, wherever they are."""
+        """Return the keys of all contents that the longest cached prefix of `seq` needs, on device or in the store."""
         keys = self._known_blocks(seq)
         end = last = len(keys)
         while last > self._first_needed(end):  # look for the second contents of the blocks that end before `end`
@@ -173,7 +173,7 @@ class TieredBlockManager(BlockManager):
         return keys[:end] + [(~block_hash, token_ids) for block_hash, token_ids in keys[self._first_needed(end) : end]]
 
     def _known_blocks(self, seq: Sequence) -> list[Key]:
-        """Return the keys of the blocks with which `seq` begins, wherever they are."""
+        """Return the keys of the blocks at the beginning of `seq`, as far as the device or the store has them."""
         keys: list[Key] = []
         for i in range((len(seq.token_ids) - 1) // self.block_size):
             self._extend_hashes(seq, i + 1)
@@ -281,7 +281,7 @@ class TieredBlockManager(BlockManager):
         return self.can_allocate(seq, num_spare)
 
     def _num_reserved(self, num_blocks: int) -> int:
-        """Return `num_spare` for a sequence that needs `num_blocks` blocks after those that are loaded."""
+        """Return `num_spare` for a sequence that needs `num_blocks` blocks in addition to the loaded blocks."""
         return num_blocks
 
     def _allocate_for(self, block_hash: int) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ ESCAPES = {"%2B": "+", "%2F": "/", "%3D": "="}  # of the characters of base64
 
 
 def fetch(url: str, config: "Config", max_bytes: int) -> bytes:
-    """Return the bytes that a URL names. Raises ValueError if the bytes can't be read, or may not be read."""
+    """Return the bytes that a URL names. Raises ValueError if the bytes can't be read, or must not be read."""
     scheme = url[:8].partition(":")[0].lower()
     if scheme == "data":
         return _decode(url, max_bytes)

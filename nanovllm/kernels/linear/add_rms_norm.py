@@ -1,7 +1,7 @@
 """RMS norm kernels.
 
-The kernels can add split-K summands and a residual before the norm, and can quantize the norm's result. The sum of the
-summands may have a norm of its own, before the residual is added.
+The kernels can add split-K summands and a residual before the norm, and can quantize the norm's result. Before the
+residual is added, a separate norm may be applied to the sum of the summands.
 """
 
 import torch

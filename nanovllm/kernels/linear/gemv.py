@@ -185,7 +185,7 @@ def gemv(
         tiles = tiles._replace(tile_n=min(MAX_OUTPUTS, tiles.tile_n))
         shape = AdapterShape(len(adapter.h), len(adapter.ends), adapter.b.shape[2], adapter.ranks.stride(0))
     assert adapter is None or norm_weight is None
-    # with so few registers, more programs run at once; with larger tiles or an adapter, registers would spill
+    # with so few registers, more programs fit; with larger tiles or an adapter, registers would spill
     is_short = k <= tiles.tile_k and act is None and adapter is None
     constants = dict(K=k, TILES=tiles, ACT=act, ADAPTER=shape, maxnreg=64 if is_short else None)
     launch(_gemv_kernel, (-(-n // tiles.tile_n),), x.device, shared)(
