@@ -174,11 +174,11 @@ def test_every_field_has_the_default_of_its_parameter():
 def test_names_and_numbers_are_checked():
     make = lambda name: type(name, (StepFeature,), {"fields": (name,)})
     for name in ("top_k", "max_tokens", "num_biases"):
-        with pytest.raises(ValueError, match=f"'{name}': there is a sampling parameter"):
+        with pytest.raises(ValueError, match=f"'{name}': a sampling parameter"):
             register_feature(make(name))
     for i in range(MAX_CUSTOM_COLUMNS):
         register_feature(make(f"feature_{i}"))
-    with pytest.raises(ValueError, match="'feature_1': there is a feature"):
+    with pytest.raises(ValueError, match="'feature_1': another feature"):
         register_feature(make("feature_1"))
     with pytest.raises(ValueError, match="one_more.*4 columns"):
         register_feature(make("one_more"))

@@ -56,7 +56,7 @@ def _main(arguments: Sequence[str] | None, prog: str | None) -> None:
             parser.error(f"--profile {args.profile}: traces GPU kernels, but the device is a CPU")
         args.rounds = args.rounds or (1 if config.device == "cpu" else 2)
         if args.shape and config.device == "cpu":
-            processes.report(f"--shape {args.shape} on a CPU: making its weights takes long, and so does each step")
+            processes.report(f"--shape {args.shape} on a CPU: making its weights is slow, and so is each step")
         run(args, settings, config)
 
 

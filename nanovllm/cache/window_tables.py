@@ -1,4 +1,4 @@
-"""Separate block tables for layers with a window, so that blocks behind the window can be freed.
+"""Separate block tables for layers with a window, so that blocks before the window can be freed.
 
 If only some layers have a window, the layers are divided into tables. Table 0 contains the layers without a window. A
 block stores the keys and values of one table's layers, so any table can use any block. If the layers with a window

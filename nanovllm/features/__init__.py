@@ -20,7 +20,7 @@ def register_feature(feature: type[StepFeature]) -> None:
     for name in {*SamplingParams.__dataclass_fields__, *COLUMNS}.intersection(feature.fields):
         raise ValueError(f"field {name!r}: a sampling parameter has this name")
     if len(COLUMNS) + len(feature.fields) > NUM_OWN_COLUMNS + MAX_CUSTOM_COLUMNS:
-        columns = f"all registered features together may have {MAX_CUSTOM_COLUMNS} fields"
+        columns = f"registered features may have {MAX_CUSTOM_COLUMNS} columns together"
         raise ValueError(f"fields {[*feature.fields]}: {columns}")
     COLUMNS.update(dict.fromkeys(feature.fields, float))
     FEATURES[feature.__name__] = Feature(feature, dict.fromkeys(feature.fields, 0))

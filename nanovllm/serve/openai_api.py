@@ -157,7 +157,7 @@ class Api:
         return chat.template_arguments(body, self.chat_template, self.settings.trust_request_chat_template)
 
     async def _rendered(self, body: protocol.TextBody, prompt: Any, template_arguments: dict[str, Any] | None) -> Any:
-        """If a conversation may take long to render, render it in the sandbox. Return other prompts unchanged.
+        """If rendering a conversation may be slow, render it in the sandbox. Return other prompts unchanged.
 
         Raises ValueError if the sandbox would have to render images, which it does not support.
         """

@@ -277,7 +277,7 @@ class TieredBlockManager(BlockManager):
                 yield from self._leaving(self.blocks[block_id])
 
     def _can_load(self, seq: Sequence, num_spare: int, prefix: list[Key]) -> bool:
-        """Return whether `seq` fits, and what a load of `prefix` needs in addition."""
+        """Return whether there is room for `seq`, and for what a load of `prefix` needs in addition."""
         return self.can_allocate(seq, num_spare)
 
     def _num_reserved(self, num_blocks: int) -> int:
@@ -367,9 +367,9 @@ class TieredStates(TieredBlockManager, StateBlockManager):
 class TieredWindows(TieredBlockManager, WindowBlockManager):
     """Also stores and loads columns of the window tables. A column has the second hash of its tokens.
 
-    Most columns are freed behind the window of a running sequence. They only serve prompts that diverge from this
-    sequence within the next few blocks, so they are not stored. Columns are stored at the end of a prompt, at the end
-    of a sequence, and at the end of a prefix that a second prompt shares.
+    Most columns are freed when the window of a running sequence has passed them. They only serve prompts that diverge
+    from this sequence within the next few blocks, so they are not stored. Columns are stored at the end of a prompt, at
+    the end of a sequence, and at the end of a prefix that a second prompt shares.
     """
 
     def reset(self) -> None:
