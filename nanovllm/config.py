@@ -25,7 +25,7 @@ LOGPROBS_MODES = ("raw_logprobs", "temperature_logprobs", "processed_logprobs")
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The settings of an engine. On construction, most `None` and `"auto"` values are replaced by resolved values.
+    """The settings of an engine. On construction, most `None` and `"auto"` values are replaced with resolved values.
 
     Constructing a Config imports PyTorch. Importing this module does not import PyTorch, so that `nanovllm --help`
     needs no PyTorch.
@@ -68,8 +68,9 @@ class Config:
     device: "cpu", "cuda", or one GPU, such as "cuda:1". "auto" is "cuda" if there is a CUDA device, else "cpu".
     attention_backend: "triton", "sdpa" or "flash". "auto" is "triton" on CUDA if Triton is installed, else "sdpa".
     swap_space: GiB of host memory, for all ranks together, to keep cache blocks that the device evicts. A later request
-        that begins with the tokens of these blocks copies the blocks back. See nanovllm/docs/cache.md.
-    swap_dir: a folder for these blocks, which a later start of the same model reads again. Needs `swap_space`.
+        that begins with the tokens of these blocks copies them back. See nanovllm/docs/cache.md.
+    swap_dir: a folder with a copy of the blocks in host memory, which a later start of the same model can read. Needs
+        `swap_space`.
     swap_dir_space: GiB of files in `swap_dir`, for each model.
     enable_prefix_caching: reuse the cache blocks of earlier requests that begin with the same tokens.
     async_scheduling: prepare a step while the previous step runs; by default on CUDA only.
@@ -86,12 +87,12 @@ class Config:
     enable_sleep_mode: allow `sleep`, which frees memory until `wake_up` is called; see nanovllm/docs/training.md.
     batch_invariant: make the tokens and log-probabilities of a request bitwise identical in any batch; see
         nanovllm/docs/batch-invariance.md.
-    max_logprobs: upper limit for `logprobs` and `prompt_logprobs` of a request, also over HTTP. -1 means the vocabulary
-        size.
+    max_logprobs: upper limit for `logprobs` and `prompt_logprobs` of a request, in Python and over HTTP. -1 means the
+        vocabulary size.
     enable_lora: allow requests to use low-rank adapters; see nanovllm/docs/lora.md.
     max_loras: the number of adapters that are on the device at the same time.
     max_lora_rank: upper limit for the rank of adapters. Memory is allocated for adapters of this rank.
-    max_expert_lora_rank: the same limit for matrices of experts, of which each expert has its own. 0 means that
+    max_expert_lora_rank: the same limit for adapters of experts, which have matrices for each expert. 0 means that
         adapters of experts are refused, and no memory is allocated for them.
     speculative_config: how tokens are drafted, as JSON with the keys that nanovllm/docs/speculation.md lists; by
         default no tokens are drafted. In Python, the value can also be a dict.

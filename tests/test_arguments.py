@@ -162,7 +162,7 @@ SETTINGS = [
         TypeError,
         (
             {"block_size": 16, "kvcache_block_size": 16},
-            "block_size=16: is vLLM's name of 'kvcache_block_size', which is given too",
+            "block_size=16: is vLLM's name for 'kvcache_block_size', which is given too",
         ),
         (
             {"structured_outputs_config": {"backends": "auto"}},
@@ -230,7 +230,7 @@ PARAMS = [
         ),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs['json']='{': is not JSON"),
         ({"structured_outputs": {"json": "[1]"}}, "must be a JSON schema that is an object"),
-        ({"structured_outputs": {"json": '{"const": NaN}'}}, "is not JSON (NaN is not a number of JSON"),
+        ({"structured_outputs": {"json": '{"const": NaN}'}}, "is not JSON (NaN is not a JSON number"),
         ({"structured_outputs": {"json": {"const": math.inf}}}, "is not JSON"),
         ({"structured_outputs": {"json": {"const": object}}}, "is not JSON"),
         ({"structured_outputs": {"json": "[" * 10**5}}, "is not JSON"),
@@ -809,7 +809,7 @@ def test_checks_end_with_the_first_wrong_item(model, fields):
         ("serve tiny-qwen3 --allow-credentials", "allow_credentials=True: is not supported"),
         ("serve tiny-qwen3 --tool-call-parser xlam", "tool_call_parser='xlam': must be one of"),
         ("serve tiny-qwen3 --reasoning-parser granite", "reasoning_parser='granite': must be one of"),
-        ("serve tiny-qwen3 --block-size 16 --kvcache-block-size 16", "block_size=16: is vLLM's name of"),
+        ("serve tiny-qwen3 --block-size 16 --kvcache-block-size 16", "block_size=16: is vLLM's name for"),
         ("serve tiny-qwen3 --chat-template /no/such/file", "/no/such/file"),
         ("serve tiny-qwen3 --uds /no/such/folder/socket", "uds='/no/such/folder/socket': No such file"),
     ],

@@ -174,11 +174,11 @@ def test_every_field_has_the_default_of_its_parameter():
 def test_names_and_numbers_are_checked():
     make = lambda name: type(name, (StepFeature,), {"fields": (name,)})
     for name in ("top_k", "max_tokens", "num_biases"):
-        with pytest.raises(ValueError, match=f"'{name}': there is a sampling parameter"):
+        with pytest.raises(ValueError, match=f"'{name}': a sampling parameter"):
             register_feature(make(name))
     for i in range(MAX_CUSTOM_COLUMNS):
         register_feature(make(f"feature_{i}"))
-    with pytest.raises(ValueError, match="'feature_1': there is a feature"):
+    with pytest.raises(ValueError, match="'feature_1': another feature"):
         register_feature(make("feature_1"))
     with pytest.raises(ValueError, match="one_more.*4 columns"):
         register_feature(make("one_more"))
@@ -186,7 +186,7 @@ def test_names_and_numbers_are_checked():
 
 def test_registered_features_need_one_rank(make_llm):
     register_feature(TopNSigma)
-    with pytest.raises(ValueError, match="tensor_parallel_size=2: must be 1 with features of register_feature"):
+    with pytest.raises(ValueError, match="tensor_parallel_size=2: must be 1 with registered features"):
         make_llm(tensor_parallel_size=2)
 
 

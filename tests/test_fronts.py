@@ -449,7 +449,7 @@ def test_a_front_whose_messages_can_not_be_read_ends(setup, caplog):
             await setup.wait_until_free()
 
     asyncio.run(main())
-    assert setup.failures == [] and "a message of a front can't be carried out" in caplog.text
+    assert setup.failures == [] and "a message from a front can't be processed" in caplog.text
 
 
 def test_channel():

@@ -648,7 +648,7 @@ def test_show_fused(tmp_path, capsys, monkeypatch):
     assert end.value.code == 0
     assert re.search(r"Qwen3DecoderLayer +1  norms with the products", printed)
     assert re.search(r"LlamaAttention +2  norms of q and k", printed) and re.search(r"RMSNorm +4 ", printed)
-    assert "although there is a form: 1 Qwen3DecoderLayer\n" in printed
+    assert "although a fused form exists: 1 Qwen3DecoderLayer\n" in printed
     assert re.search(
         r"(?s)a GPU.*a step +100\n.*attention.* \+30\n.*feed-forward.* \+10\n.*sums +-10\nall +\+100\n", printed
     )

@@ -639,9 +639,9 @@ def test_sleep_on_cuda(make_llm, free_drafts, tmp_path):
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 REFUSED = [
     ({"speculators_model_type": "eagle"}, "config.json: speculators_model_type='eagle': must be one of 'eagle3'"),
-    ({"target_hidden_size": 320}, "config.json: target_hidden_size=320: must be 256, as of the model"),
-    ({"hidden_size": 128}, "config.json: hidden_size=128: must be 256, as of the model"),
-    ({"vocab_size": 2047}, "config.json: vocab_size=2047: must be 2048, as of the model"),
+    ({"target_hidden_size": 320}, "config.json: target_hidden_size=320: must be 256, as in the model"),
+    ({"hidden_size": 128}, "config.json: hidden_size=128: must be 256, as in the model"),
+    ({"vocab_size": 2047}, "config.json: vocab_size=2047: must be 2048, as in the model"),
     ({"draft_vocab_size": 2049}, "config.json: draft_vocab_size=2049: must be at most 2048"),
     ({"num_hidden_layers": 2}, "config.json: num_hidden_layers=2: must be at most 1"),
     ({"norm_output": True}, "config.json: norm_output=True: is not supported"),

@@ -775,7 +775,7 @@ def test_errors_that_the_client_raises(client):
     with pytest.raises(openai.NotFoundError) as found:
         client.chat.completions.create(messages=QUESTION, **GREEDY | {"model": "gpt-4"})
     assert (found.value.code, found.value.param) == ("model_not_found", "model")
-    assert f"model 'gpt-4' is not served here, but {MODEL!r}" in str(found.value)
+    assert f"model 'gpt-4' is not served here; the server has {MODEL!r}" in str(found.value)
     with pytest.raises(openai.BadRequestError) as found:
         client.chat.completions.create(messages=QUESTION, stream=True, **GREEDY | {"temperature": 5e9})
     assert found.value.param == "temperature"

@@ -215,7 +215,7 @@ def test_fewer_key_value_heads_than_ranks(make_llm, expected):
     [
         ({"num_attention_heads": 6, "num_key_value_heads": 2}, r"does not divide the query heads \(6\)"),
         ({"num_attention_heads": 12, "num_key_value_heads": 6}, r"does not divide the key-value heads \(6\)"),
-        ({"num_attention_heads": 12, "num_key_value_heads": 3}, r"no multiple of the key-value heads \(3\)"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 3}, "not a multiple of the 3 key-value heads"),
         ({"intermediate_size": 770}, r"does not divide the inner size of the feed-forward layers \(770\)"),
         ({"vocab_size": 2046, "eos_token_id": 0}, r"does not divide the vocabulary \(2046\)"),
     ],

@@ -790,7 +790,7 @@ def test_urls_that_are_not_allowed(make_vision, tmp_path):
         (llm, "http://example.org/a.png", "'example.org' is not among allowed_media_domains"),
         (llm, "http://example.com@example.org/a.png", "'example.org' is not among allowed_media_domains"),
         (llm, "http://localhost:1/a.png", "'localhost' has the address .*, which is not public"),
-        (llm, f"file://{folder}/none.png", "is no file"),
+        (llm, f"file://{folder}/none.png", "is not a file"),
         (llm, str(secret), "must be a data:, file:, http: or https: URL"),
         (llm, "", "must be a data:, file:, http: or https: URL"),
         (llm, "ftp://example.com/a.png", "must be a data:, file:, http: or https: URL"),
@@ -798,7 +798,7 @@ def test_urls_that_are_not_allowed(make_vision, tmp_path):
         with pytest.raises(ValueError, match=match):
             chat(engine, url)
     (folder / "loop.png").symlink_to(folder / "loop.png")
-    with pytest.raises(ValueError, match="links form a loop" if sys.version_info < (3, 13) else "is no file"):
+    with pytest.raises(ValueError, match="links form a loop" if sys.version_info < (3, 13) else "is not a file"):
         chat(llm, f"file://{folder}/loop.png")
 
 

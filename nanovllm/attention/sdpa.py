@@ -92,7 +92,7 @@ def _attend_in_steps(q, k, v, mask, spec) -> torch.Tensor:
     if mask is None and q.shape[-2] > 1:
         mask = torch.full_like(scores[0, 0], -torch.inf).triu(1)
     scores = scores if mask is None else scores + mask
-    if spec.sinks is not None:  # as the score of another key, whose value is zero
+    if spec.sinks is not None:  # like the score of an additional key whose value is zero
         sinks = spec.sinks.float().view(*q.shape[-4:-2], 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat((scores, sinks), -1)
     return scores.softmax(-1)[..., : k.shape[-2]].to(v.dtype) @ v

@@ -185,7 +185,7 @@ def prepare_batch(
     pad_req_index: int = 0,
     views: tuple[TableView, ...] = (),
 ) -> HostBatch:
-    """Fill a step's batch, including the arrays of the backend and of features. `host_buffer` returns the memory.
+    """Fill a step's batch, including the arrays of the backend and of features. `host_buffer` returns memory.
 
     If `shape` is larger than the step, empty sequences pad the batch. Padding stores no keys or values, and tokens that
     are sampled for padding are dropped. The backend's arrays are padded with -1.

@@ -27,7 +27,7 @@ prefill: an eighth of --num-seqs requests, with --prefill-len input tokens and o
 online: --num-seqs requests for each --request-rate; by default, 20 seconds of requests (6 seconds on a CPU). The gaps
     between arrivals are exponentially distributed. The lengths are log-normal (sigma 0.9 for inputs, 0.7 for outputs),
     and are scaled down to fit --max-model-len. On a CPU, a short run first measures the highest rate, and the default
-    rates are 30, 60 and 90% of that rate. p99 is left out for fewer than 20 requests.
+    rates are 30, 60 and 90% of that rate. The p99 is left out for fewer than 20 requests.
 conversations: --num-seqs conversations of 3 to 20 turns (2 to 5 on a CPU), which share a system prompt. Each question
     follows the previous answer after a pause, and the prompt is the whole conversation. The lengths have the same
     distributions as in the workload online. A conversation ends early at --max-model-len. The table shows the TTFT by
@@ -44,7 +44,7 @@ http: clients of `nanovllm serve`, which is started on a free port. Each client 
     request is answered. Each value of --clients is a row: 64x256/128 means 64 clients that stream answers of 128 tokens
     to prompts of 256 tokens. 256x200/256-chat sends conversations, and 512x128/128-whole does not stream. --num-seqs is
     the number of requests per row.
-host: no model runs. A fake device returns random tokens at once. One table shows the time of schedule, prepare and
+host: no model runs. A fake device returns random tokens immediately. One table shows the time of schedule, prepare and
     process in a decode step of 1 to 1,024 sequences. Another table shows the CPU time of a step of 512 sequences, which
     includes the work until the caller of `generate` or `stream` gets the text. The time of a Python loop shows how fast
     the machine is.
@@ -166,7 +166,7 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
 
     other = parser.add_argument_group("instead of the workloads")
     other.add_argument(
-        "--profile", type=writable_folder, metavar="FOLDER", help="write traces there, and print where the time goes"
+        "--profile", type=writable_folder, metavar="FOLDER", help="write traces here, and print where the time goes"
     )
     other.add_argument("--streaming", action="store_true", help="compare generate() with stream()")
     other.add_argument("--beams", type=size, metavar="WIDTH", help="compare beam search with that of transformers")
@@ -203,7 +203,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
     if missing := [engine for engine in args.compare if find_spec(engine) is None]:
         parser.error(f"--compare {missing[0]}: is not installed in this environment; pip install {missing[0]}")
     if args.rounds and first in (*STEPPED, "http"):
-        parser.error(f"--rounds: --workload {first} has runs of its own")
+        parser.error(f"--rounds: --workload {first} has a fixed number of runs")
     if args.plot and not SWEEPS.keys() & args.workload:
         parser.error(f"--plot: --workload {names} must be one of {', '.join(SWEEPS)}")
     if args.save and not WORKLOADS.keys() & args.workload:
@@ -273,7 +273,7 @@ positive = checked(float, "a number", lambda value: 0 < value < inf, "greater th
 
 def load(text: str) -> Load:
     if not (match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)/([1-9]\d*)(?:-(whole|chat))?", text)):
-        raise ArgumentTypeError(f"{text!r}: must be CLIENTSxINPUT/OUTPUT, and -whole or -chat after it, or nothing")
+        raise ArgumentTypeError(f"{text!r}: must be CLIENTSxINPUT/OUTPUT, optionally with -whole or -chat at the end")
     return Load(*map(int, match.groups()[:3]), match[4] or "")
 
 

@@ -41,7 +41,7 @@ class Client:
         if b"[{" in data:  # a list of choices; in the event with the usage, this list is empty
             self.times.append(perf_counter() - self._begin)
         if not data:
-            raise AnswerError("the server closed the connection within the answer")
+            raise AnswerError("the server closed the connection before the end of the answer")
         data = self._unread + data
         if not self._status:
             head, end, body = data.partition(b"\r\n\r\n")
@@ -60,7 +60,7 @@ class Client:
         match = re.match(rb"http/1\.1 (\d+)", head)
         length = re.search(rb"\r\ncontent-length: *(\d+)", head)
         if not match or not (length or b"\r\ntransfer-encoding: chunked" in head):
-            raise AnswerError(f"this is no answer: {head[:200]!r}")
+            raise AnswerError(f"not a valid answer: {head[:200]!r}")
         self._status, self._num_missing = int(match[1]), int(length[1]) if length else -1
 
     def _read_chunks(self, data: bytes) -> bool:
@@ -70,7 +70,7 @@ class Client:
             try:
                 size = int(size_text or b"0", 16)
             except ValueError:
-                raise AnswerError(f"this is no chunk: {data[:200]!r}") from None
+                raise AnswerError(f"not a valid chunk: {data[:200]!r}") from None
             if len(chunk) < size + 2:
                 break
             self._body.append(chunk[:size])

@@ -53,10 +53,10 @@ def _main(arguments: Sequence[str] | None, prog: str | None) -> None:
         except (ValueError, TypeError, OSError) as error:
             parser.error(str(error))
         if args.profile and config.device == "cpu":
-            parser.error(f"--profile {args.profile}: traces kernels of a GPU, and the device is a CPU")
+            parser.error(f"--profile {args.profile}: traces GPU kernels, but the device is a CPU")
         args.rounds = args.rounds or (1 if config.device == "cpu" else 2)
         if args.shape and config.device == "cpu":
-            processes.report(f"--shape {args.shape} on a CPU: making its weights takes long, and so does each step")
+            processes.report(f"--shape {args.shape} on a CPU: making its weights is slow, and so is each step")
         run(args, settings, config)
 
 

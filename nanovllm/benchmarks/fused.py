@@ -48,10 +48,10 @@ def show_fused(options: argparse.Namespace) -> int:
         model = make_fused(options.model, settings)
     forms = Counter((plain_name(x), x.what) for x in model.modules() if hasattr(x, "what"))
     rows = [[plain, str(count), what] for (plain, what), count in forms.items()]
-    print_table(f"{options.model}: what CUDA replaces by fused forms", ["module", "number", ""], rows)
+    print_table(f"{options.model}: what CUDA replaces with fused forms", ["module", "number", ""], rows)
     kept = Counter(type(x).__name__ for x in model.modules() if stays_plain(x))
     names = ", ".join(f"{number} {name}" for name, number in kept.items())
-    print(f"\nplain because of their parts, although there is a form: {names or 'none'}")
+    print(f"\nplain because of their parts, although a fused form exists: {names or 'none'}")
     if options.measure:
         measure(options.model, settings, [plain for plain, _ in forms])
     return 0

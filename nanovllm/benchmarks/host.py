@@ -93,7 +93,7 @@ def host_calls(llm: LLM, requests: list[Request], rounds: int = 3) -> dict[str, 
 
 
 class FakeDevice:
-    """A device that finishes each step at once, with random token ids. Its `launch` replaces `BatchRunner.launch`.
+    """A device that finishes each step immediately, with random token ids. Its `launch` replaces `BatchRunner.launch`.
 
     decoding_since: the process's CPU time in seconds at the launch of the first decode step.
     """

@@ -55,7 +55,7 @@ def measured_rates(device: str) -> Rates:
 
 
 def limits(requests: list[Request], config: Config, rates: Rates) -> Limits:
-    """Return the limits of a run in which all requests arrive at once."""
+    """Return the limits of a run in which all requests arrive at the same time."""
     steps = [step for part in least_steps(requests, config, rates) for step in part]
     return Limits(sum(map(max, steps)), max(map(sum, zip(*steps))))
 
@@ -63,8 +63,8 @@ def limits(requests: list[Request], config: Config, rates: Rates) -> Limits:
 def least_steps(requests: list[Request], config: Config, rates: Rates) -> tuple[Steps, Steps]:
     """Return the reading time and the multiplying time of each prompt step and of each decode step of a run.
 
-    All requests arrive at once. The requests start in order. A request starts as soon as fewer than `max_num_seqs`
-    requests run.
+    All requests arrive at the same time. The requests start in order. A request starts as soon as fewer than
+    `max_num_seqs` requests run.
     """
     costs, waiting = StepCosts(config, rates), iter(requests)
     running: list[list[int]] = []  # for each sequence: its number of tokens, and how many tokens are left to generate
@@ -88,7 +88,7 @@ class StepCosts:
     def __init__(self, config: Config, rates: Rates):
         shape: Any = config.model_config
         self.shape, self.rates, self.max_num_tokens = shape, rates, config.max_num_batched_tokens
-        # the weights that a token is multiplied with
+        # the weights by which a token is multiplied
         self.weights = shape.layer_operations // 2 * shape.num_hidden_layers
         self.head_weights = shape.hidden_size * shape.vocab_size
         self.head_size = config.dtype.itemsize

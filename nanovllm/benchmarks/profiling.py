@@ -78,7 +78,7 @@ def profile_workloads(model: str, settings: dict, config: Config, workloads: Wor
     header = ["", "steps", *COLUMNS, "total", "limit", ""]
     title = f"microseconds of a mean step; traces for https://ui.perfetto.dev in {folder}"
     print_table(title, [header[i] for i in columns], [[row[i] for i in columns] for row in rows])
-    print("\nlimit: what reading or multiplying takes at least, and which of them; --help says more")
+    print("\nlimit: the least time for reading or multiplying, whichever takes longer; see --help")
 
 
 def shortened(requests: list[Request]) -> list[Request]:

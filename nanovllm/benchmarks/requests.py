@@ -6,7 +6,7 @@ from math import log
 
 TEMPERATURE = 0.6
 SIGMAS = (0.9, 0.7)  # for the log-normal lengths of prompts and of outputs
-SYSTEM_PROMPT = 4  # the length of the prompt that all conversations share, in median lengths of a question
+SYSTEM_PROMPT = 4  # the length of the prompt that all conversations share, divided by a question's median length
 
 
 @dataclass

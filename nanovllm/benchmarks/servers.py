@@ -74,7 +74,7 @@ def running_server(module: str, arguments: Sequence[str]) -> Iterator[Server]:
 
 @contextmanager
 def ended_by_exceptions() -> Iterator[None]:
-    """During a `with` block, raise SystemExit for signals that would otherwise end this process at once."""
+    """During a `with` block, raise SystemExit for signals that would otherwise kill this process."""
     handlers = {number: signal.signal(number, lambda number, _: sys.exit(128 + number)) for number in ENDING_SIGNALS}
     try:
         yield

@@ -32,7 +32,7 @@ NUM_FIXED = 2  # a row for padding and a row of zeros, between the rows of seque
 class KeptDrafts(NamedTuple):
     """Stores a layer's inputs for a step's drafts. The next step adds the accepted drafts to the state.
 
-    Drafts do not enter a state at once, because they might be rejected.
+    Drafts do not enter a state immediately, because they might be rejected.
     """
 
     inputs: torch.Tensor  # [rows, k, draft_size]: the layer's input for each of the last step's k drafts

@@ -1,4 +1,4 @@
-"""Separate block tables for layers with a window, so that blocks behind the window can be freed.
+"""Separate block tables for layers with a window, so that blocks before the window can be freed.
 
 If only some layers have a window, the layers are divided into tables. Table 0 contains the layers without a window. A
 block stores the keys and values of one table's layers, so any table can use any block. If the layers with a window
@@ -42,7 +42,7 @@ class DividedSpec(AttentionSpec):
     `num_kv_heads` and `head_dim` have the values of the layers that store more bytes.
     """
 
-    layers_per_block: int = 0  # with these numbers of heads
+    layers_per_block: int = 0  # for layers of this shape
     shapes: tuple[Shape, ...] = ()  # of all layers
 
     def tensors(self, num_layers: int, num_blocks: int, config: "Config") -> tuple[torch.Tensor, ...]:
@@ -102,7 +102,7 @@ def cache_shape(spec: AttentionSpec) -> Shape:
 def view_tables(views: tuple[TableView, ...], columns: Any, block_table: Any) -> np.ndarray:
     """Return the block ids that layers use: [views, W]. `columns` may be shorter than `block_table` [W].
 
-    `columns` contains the ids of all window tables for each column.
+    For each column, `columns` contains the block ids of all window tables.
     """
     ids = np.zeros((len(views), len(block_table)), np.int32)
     for row, (table, factor, offset) in zip(ids, views):

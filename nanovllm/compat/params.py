@@ -107,7 +107,7 @@ class SamplingParams(ours.SamplingParams):
         if (form := params.pop("guided_decoding", None)) is not None:  # the name until vLLM 0.11
             if params.get("structured_outputs") is not None:
                 raise TypeError(
-                    f"guided_decoding={form!r:.80}: is another name of 'structured_outputs', which is given too"
+                    f"guided_decoding={form!r:.80}: is another name for 'structured_outputs', which is given too"
                 )
             params["structured_outputs"] = form
         if isinstance(seed := params.get("seed"), int) and -(2**63) <= seed < -1:

@@ -156,7 +156,7 @@ class LLM(PoolingCalls):
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """Run beam search for at most `concurrency_limit` prompts at once; `None` means no limit."""
+        """Run beam search for at most `concurrency_limit` prompts at a time; `None` means no limit."""
         prompts = [self._prompt(prompt) for prompt in as_prompts(prompts)]
         lora_request = lora_request or None
         adapters = lora_request if isinstance(lora_request, list) else [lora_request] * len(prompts)

@@ -137,7 +137,7 @@ def translate(settings: dict[str, Any], known: Collection[str]) -> dict[str, Any
     for given, value in settings.items():
         name = ALIASES.get(given, given)
         if name != given and name in settings:
-            raise TypeError(f"{given}={value!r}: is vLLM's name of {name!r}, which is given too")
+            raise TypeError(f"{given}={value!r}: is vLLM's name for {name!r}, which is given too")
         if value is not None or given not in NONE_IS_DEFAULT:
             renamed[name] = value
     ours = select("setting", renamed, known, VLLM_SETTINGS)

@@ -76,7 +76,7 @@ class Arena(TorchDispatchMode):
         return sum(found.size for found in self._ranges.values())
 
     def keep(self) -> None:
-        """Copy the contents to host memory. If host memory does not suffice, raise RuntimeError and keep no copies."""
+        """Copy the contents to host memory. If host memory is too small, raise RuntimeError and keep no copies."""
         options: Any = {"dtype": torch.uint8, "device": "cpu", "pin_memory": self.device.type == "cuda"}
         copies = {address: torch.empty(found.num_bytes, **options) for address, found in [*self._ranges.items()]}
         for address, copy in copies.items():

@@ -247,7 +247,7 @@ def warm_up_kernels(runner: "CUDAModelRunner") -> None:
 
 @torch.inference_mode()
 def catch_up_drafter(runner: "CUDAModelRunner", num_seqs: int, length: int) -> None:
-    """For each of the first `num_seqs` requests, compute the first `length` rows of the drafter, if there is one."""
+    """If there is a drafter, compute its first `length` rows for each of the first `num_seqs` requests."""
     if (drafter := runner.features["spec_decode"].drafter) is not None:
         req_indices = torch.arange(num_seqs, device=runner.device)
         drafter.compute_chunks(req_indices, 0 * req_indices, 0 * req_indices + length)

@@ -1,4 +1,4 @@
-"""Draft tokens in a layer with the gated delta rule.
+"""Computes draft tokens in a layer with the gated delta rule.
 
 A state can't be rolled back, so unverified drafts never update it. A sequence's first token in a step is never a draft.
 The layer stores the state after this token, and computes the drafts from this state. For each draft, the layer stores
@@ -28,9 +28,9 @@ def delta_net_drafts(qkvz, ba, layer: GatedDeltaNet, states: State, rows, contex
     """Compute `delta_net_step` for a token and k - 1 drafts of each of B sequences.
 
     qkvz [B * k, channels + heads * value_dim]; ba [B * k, 2 heads]; out [B * k, heads * value_dim]
-    context_lens [B * k]: the position of each token plus 1. If a token's `context_lens` is not larger than the previous
-        token's, the token is a copy of the previous token.
-    count [1] int32: if given, how many of the B * k tokens are not padding
+    context_lens: [B * k], the position of each token plus 1. If a token's value is not larger than the previous token's
+        value, the token is a copy of the previous token.
+    count: [1] int32; if given, how many of the B * k tokens are not padding
     """
     assert states.kept_drafts is not None
     (inputs, num_tokens), k = states.kept_drafts, len(qkvz) // len(rows)

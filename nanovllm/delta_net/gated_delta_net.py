@@ -187,8 +187,8 @@ def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -
     """Compute convolution, gates, delta rule and gated norm for one token of each of B sequences. Fill `out`.
 
     qkvz [B, channels + heads * value_dim]; ba [B, 2 heads]; out [B, heads * value_dim]; layer: a GatedDeltaNet
-    rows [B]: the states to read and overwrite. Only padding may repeat a row.
-    count [1] int32: if given, how many of the B sequences are not padding
+    rows: [B], the states to read and overwrite. Only padding may repeat a row.
+    count: [1] int32; if given, how many of the B sequences are not padding
     """
     n = len(rows) if count is None else int(count)
     (windows, matrices), rows = states.tensors, rows[:n].long()

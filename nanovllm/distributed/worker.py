@@ -69,7 +69,7 @@ class Workers:
         self._num_ready = [0] * (config.tensor_parallel_size - 1)  # READY messages of each rank, at most 2
         self.supervisor: threading.Thread | None = None
         self._is_closing = False  # set by `exit`, when no queued work waits for a rank
-        self._ended = threading.Event()  # when the supervisor ends; before 3.13, an interrupted `join` proves nothing
+        self._ended = threading.Event()  # set when the supervisor ends; before 3.13, an interrupted `join` may be wrong
         self._channel: StepChannel | None = None
         self._folder: Path | None = None
 
@@ -81,7 +81,7 @@ class Workers:
         self._wait_until(lambda: min(self._num_ready) >= 1)
         connection: Future[Ranks] = Future()
         threading.Thread(target=self._connect_rank_0, args=(connection,), daemon=True).start()
-        self._wait_until(connection.done)  # raises at once if a rank is lost; `connection` would take minutes to fail
+        self._wait_until(connection.done)  # raises early if a rank is lost; `connection` would take minutes to fail
         self.tp = connection.result()
         return self.tp
 

@@ -100,7 +100,7 @@ class SingleRank:
         return self.tp
 
     def wait_until_started(self) -> None:
-        """Return at once: there is no other rank."""
+        """Return immediately: there is no other rank."""
 
     def check(self) -> None:
         """Do nothing: no other rank can fail."""

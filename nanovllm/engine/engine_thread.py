@@ -57,7 +57,7 @@ class EngineThread:
             request.collector = collector
         self._post(partial(self._output_processor.add, requests), collector)
         self.check_open()  # again: if the engine is not closing now, the thread will see the command
-        if reasons := [*self.engine.unavailable.values()]:  # again: a thread that adds a reason now sees these requests
+        if reasons := [*self.engine.unavailable.values()]:  # again: a thread that adds one later sees these requests
             self.discard([request.request_id for request in requests])
             raise UnavailableError(reasons[0])
 
@@ -74,7 +74,7 @@ class EngineThread:
         return self._is_closing or not (collector in self.queued() or collector.live or collector.is_ready)
 
     def queued(self) -> list[Any]:
-        """Return the object that waits for each queued command. The collector waits for submitted requests."""
+        """Return what waits for each queued command. For submitted requests, this is their collector."""
         return [waiter for _, waiter in [*self._commands]]
 
     def take(self, collector: OutputCollector) -> StepOutput:
@@ -88,7 +88,7 @@ class EngineThread:
         """Call `work` between two steps, and return its result.
 
         An error in `work` is treated like an error in a step. If the caller is the engine thread itself, as in a hook,
-        `work` is called at once.
+        `work` is called immediately.
         """
         if threading.current_thread() is self._thread:
             return work()
@@ -128,8 +128,8 @@ class EngineThread:
     def exit(self) -> None:
         """Drop all requests, free the device's memory, and end the thread. Waiting callers get a RuntimeError.
 
-        If a finalizer calls this method in the engine thread or in the ranks' supervisor, the method returns at once,
-        and the thread ends after the step. In a forked child, the method does nothing.
+        If a finalizer calls this method in the engine thread or in the ranks' supervisor, the method returns
+        immediately, and the thread ends after the step. In a forked child, the method does nothing.
         """
         if os.getpid() != self._pid:
             return

@@ -33,7 +33,7 @@ PROGRESS_SECONDS = 0.1  # between updates of a progress bar
 
 
 class LLMEngine:
-    """Generates answers to many requests at once.
+    """Generates answers to many requests at the same time.
 
     `generate` returns complete answers, and `stream` yields pieces of them as they arrive. Callers that run the loop
     themselves use `add_request`, `step`, `abort` and `is_finished`. All methods are thread-safe, and each caller gets
@@ -71,7 +71,7 @@ class LLMEngine:
         if self.tokenizer.eos_token_id is not None:
             self.config.resolve(eos=self.tokenizer.eos_token_id)
             self.scheduler.eos = self.config.eos
-        # the thread starts only now: the caller's thread loads the model, so that Ctrl-C ends loading at once
+        # the thread starts only now: the caller's thread loads the model, so that Ctrl-C can end it
         self.engine_thread = EngineThread(self.core)
         weakref.finalize(self, self.engine_thread.exit)  # registered first, so that a started thread always ends
         self.engine_thread.start()

@@ -224,7 +224,7 @@ class ModelRunner:
         return self.int_tensor([seq.block_table + [0] * (width - len(seq.block_table)) for seq in seqs])
 
     def prepare_state_rows(self, step: ScheduledStep) -> torch.Tensor:
-        """Return two indices for each row, of the state to read and of the state to write: [2, B] int32."""
+        """For each row, return the index of the state to read, and of the state to write: [2, B] int32."""
         written = [seq.req_index for seq, _, _ in step.rows]
         return self.int_tensor([written[: step.num_decodes] + step.state_rows, written])
 
@@ -339,7 +339,7 @@ class ModelRunner:
         return make_model(self.config.model_config, self.config.max_model_len, self.tp)
 
     def fuse_layers(self, model: nn.Module) -> None:
-        """Replace layers by fused ones. Subclasses may override this."""
+        """Replace layers with fused forms. Subclasses may override this."""
 
     def allocate_kv_cache(self, num_blocks: int, num_layers: int | None = None) -> None:
         """Allocate the cache tensors of each group of layers, and assign each layer its part.

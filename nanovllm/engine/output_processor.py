@@ -20,7 +20,7 @@ class OutputProcessor:
 
     @property
     def serves_one_batch(self) -> bool:
-        """Whether there is one caller, who waits for complete answers, so only the time of the last answer matters."""
+        """Whether the only caller waits for complete answers, so that only the time of the last answer matters."""
         return [collector.kind for collector in self.collectors] == [OutputKind.FINAL_ONLY]
 
     def add(self, requests: Collection[Request]) -> None:
@@ -77,7 +77,7 @@ class OutputProcessor:
                 self._hand_over(request.collector)
 
     def reset(self) -> None:
-        """Without any output, drop all requests and sequences. The EngineThread notifies the collectors."""
+        """Drop all requests and sequences, without any output. The EngineThread notifies the collectors."""
         self.requests.clear()
         self.scheduler.reset()
 

@@ -258,7 +258,7 @@ class OutputCollector:
         return taken
 
     def take_into(self, taken: StepOutput, wait: bool = False) -> None:
-        """Move outputs into `taken` until none is left or an error follows, which is stored in `self.error`."""
+        """Move outputs into `taken` until none is left or an error follows. Store the error in `self.error`."""
         with suppress(Empty):
             while self.error is None:
                 output = self._outputs.get(wait)

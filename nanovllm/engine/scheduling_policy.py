@@ -72,9 +72,9 @@ class WaitingQueue:
 class AdmissionPause:
     """Admits sequences in groups once the engine is full.
 
-    If each ended sequence were replaced at once, most steps would be mixed. Mixed steps delay the running sequences.
-    When a sequence does not fit, admission therefore pauses until a sixteenth of the running sequences have ended or
-    MAX_STEPS_WITHOUT_ADMISSION steps have passed.
+    If each ended sequence were replaced immediately, most steps would be mixed. Mixed steps delay the running
+    sequences. When a sequence does not fit, admission therefore pauses until a sixteenth of the running sequences have
+    ended or MAX_STEPS_WITHOUT_ADMISSION steps have passed.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """The block manager for models in which only some layers attend to a window.
 
-Layers with a window have separate block tables, and blocks behind the window are freed. cache/window_tables.py divides
+Layers with a window have separate block tables, and blocks before the window are freed. cache/window_tables.py divides
 the layers among the tables.
 """
 
@@ -17,7 +17,7 @@ class WindowBlockManager(BlockManager):
     columns of the window tables. Column `i` of all tables stores the same tokens. The ids in a freed column are 0.
 
     While a prompt is computed, each chunk allocates its columns. If too few blocks are free, the chunk is shortened.
-    Columns behind the window are freed before the next chunk. A decoding sequence frees columns when it needs a new
+    Columns before the window are freed before the next chunk. A decoding sequence frees columns when it needs a new
     one. A step in flight may still read freed blocks, which is safe: the device runs steps in order, and a later step
     writes to these blocks.
 
@@ -33,7 +33,7 @@ class WindowBlockManager(BlockManager):
     def reset(self) -> None:
         super().reset()
         self.columns: dict[int, Column] = {}  # the prefix cache of the window tables, by hash
-        self._num_freed: dict[Sequence, int] = {}  # how many of a sequence's first columns it does not hold
+        self._num_freed: dict[Sequence, int] = {}  # for each sequence, how many of its first columns it does not hold
         self._chunked: list[Sequence] = []  # the sequences with a chunk in the last scheduled step, and their forks
 
     def first_column(self, position: int) -> int:

@@ -16,11 +16,11 @@ def register_feature(feature: type[StepFeature]) -> None:
     from nanovllm.kernels.sampling.sampling_columns import COLUMNS, MAX_CUSTOM_COLUMNS, NUM_OWN_COLUMNS  # needs torch
 
     if feature.__name__ in FEATURES:
-        raise ValueError(f"feature {feature.__name__!r}: there is a feature of this name")
+        raise ValueError(f"feature {feature.__name__!r}: another feature has this name")
     for name in {*SamplingParams.__dataclass_fields__, *COLUMNS}.intersection(feature.fields):
-        raise ValueError(f"field {name!r}: there is a sampling parameter of this name")
+        raise ValueError(f"field {name!r}: a sampling parameter has this name")
     if len(COLUMNS) + len(feature.fields) > NUM_OWN_COLUMNS + MAX_CUSTOM_COLUMNS:
-        columns = f"{MAX_CUSTOM_COLUMNS} columns are there for features from outside"
+        columns = f"registered features may have {MAX_CUSTOM_COLUMNS} columns together"
         raise ValueError(f"fields {[*feature.fields]}: {columns}")
     COLUMNS.update(dict.fromkeys(feature.fields, float))
     FEATURES[feature.__name__] = Feature(feature, dict.fromkeys(feature.fields, 0))
@@ -29,4 +29,4 @@ def register_feature(feature: type[StepFeature]) -> None:
 def check_ranks(num_ranks: int) -> None:
     """Raise ValueError if any feature was registered, because the processes of other ranks do not know this feature."""
     if any(isinstance(feature.home, type) for feature in FEATURES.values()):
-        raise ValueError(f"tensor_parallel_size={num_ranks}: must be 1 with features of register_feature")
+        raise ValueError(f"tensor_parallel_size={num_ranks}: must be 1 with registered features")

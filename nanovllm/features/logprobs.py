@@ -292,7 +292,7 @@ def log_probabilities(
     The `logits` [S, vocabulary] are first divided by `temperatures` [S]. `num_top` is capped at the vocabulary size.
     Return ids [S, 1 + num_top] int32, log-probabilities [S, 1 + num_top] float32, and ranks [S] int32. Column 0
     contains `token_ids`, and the other columns contain the top tokens in descending order of `token_keys`. A rank is
-    the position of the row's token in the order of `token_keys`, from 1 on.
+    the position of the row's token in the order of `token_keys`, starting at 1.
     """
     if num_top == 0:
         logprobs, ranks = token_logprobs(logits, token_ids, temperatures)

@@ -94,7 +94,7 @@ def delta_net_chunks(qkvz, ba, layer: Any, states: State, state_rows, starts, nu
 
 
 def delta_net_drafts(qkvz, ba, layer: Any, states: State, rows, context_lens, out, count=None) -> None:
-    """Process the accepted drafts of the previous step, one token that is not a draft, and new drafts, one by one.
+    """Process tokens one by one: the previous step's accepted drafts, a token that is not a draft, and new drafts.
 
     New drafts leave the stored state unchanged.
     """

@@ -21,7 +21,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def _padded_rows(num_rows: int) -> int:
-    """Round 65 to 128 rows up to a multiple of 8, 129 to 256 rows to a multiple of 16, and so on, at most of 256."""
+    """Round 65 to 128 rows up to a multiple of 8, 129 to 256 rows to one of 16, and so on, up to multiples of 256."""
     step = 1 if num_rows <= 64 else min(256, 1 << ((num_rows - 1).bit_length() - 4))
     return -(-num_rows // step) * step
 

@@ -29,7 +29,7 @@ REFUSED: dict[str, tuple] = {
 }
 # ways of initialization that change the base model's weights
 CHANGES_BASE = "pissa", "olora", "corda", "loftq", "lora_ga"
-END_OF_NAME = r"(.*\.)?({})$"  # how PEFT uses a pattern of rank_pattern and alpha_pattern
+END_OF_NAME = r"(.*\.)?({})$"  # where PEFT matches a pattern of rank_pattern or alpha_pattern
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ def read_adapter(
 
 
 def _modules(tensors: AdapterTensors, known: Collection[str]) -> dict[str, str]:
-    """Return the names of the adapted modules in the file, by their names in the model, which are in `known`."""
+    """Return a dict that maps the model's name of each adapted module, one of `known`, to its name in the file."""
     modules: dict[str, str] = {}
     for name in tensors.names:
         path, kind = next(((name[: -len(kind)], kind) for kind in MATRICES if name.endswith(kind)), (name, ""))
@@ -140,7 +140,7 @@ def _modules(tensors: AdapterTensors, known: Collection[str]) -> dict[str, str]:
 
 
 def _check_targets(file: Path, config: AdapterConfig, modules: dict[str, str], names: list[str]) -> None:
-    """Check that the config names all of `modules`, and that none is missing of those in `names` that it names."""
+    """Check that the config names all of `modules`, and that `modules` has all of `names` that the config names."""
     for stored in modules.values():
         if not config.includes(stored):
             raise ValueError(f"{file}: {PREFIX}{stored}: does not match target_modules in {config.file}")

@@ -11,10 +11,10 @@ FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 
 class AdapterTensors:
-    """The tensors of an adapter's file. Methods raise ValueError, with the names of the file and the tensor."""
+    """The tensors of an adapter's file. Methods raise a ValueError that names the file and the tensor."""
 
     def __init__(self, file: Path, tensors: Any, dtype: torch.dtype):
-        """tensors: the open file. dtype: of the matrices that `pair` returns."""
+        """tensors: the open file. dtype: the dtype of the matrices that `pair` returns."""
         self.file, self.dtype, self._tensors = file, dtype, tensors
         self.names = dict.fromkeys(tensors.keys())  # in order
 

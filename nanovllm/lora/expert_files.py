@@ -4,10 +4,10 @@ With transformers 4, the projections of each expert are linear layers with adapt
 `experts.3.gate_proj`.
 
 With transformers 5, PEFT's `target_parameters` adapts the stacked parameters `experts.gate_up_proj` and
-`experts.down_proj`. Row `e * rank + i` of A [experts * rank, inputs] and column `i * experts + e` of
-B [outputs, rank * experts] belong to expert `e`. Versions of PEFT before 0.20 swap inputs and outputs, in most models.
-The names of the matrices, `experts.lora_A` and `experts.base_layer.lora_A`, only show in which order PEFT found the
-parameters. So the shapes must show which parameter is adapted, and which side has the inputs.
+`experts.down_proj`. Row `e * rank + i` of A [experts * rank, inputs] and column `i * experts + e` of B [outputs, rank *
+experts] belong to expert `e`. Versions of PEFT before 0.20 swap inputs and outputs, in most models. The names of the
+matrices, `experts.lora_A` and `experts.base_layer.lora_A`, only show the order in which PEFT found the parameters. So
+the shapes must show which parameter is adapted, and which side has the inputs.
 """
 
 from collections.abc import Mapping
@@ -59,7 +59,7 @@ class Stack(NamedTuple):
 
 
 class ExpertReader:
-    """Reads the adapters of a file's experts. Methods raise ValueError with the names of the file and the tensor."""
+    """Reads the adapters of a file's experts. Methods raise a ValueError that names the file and the tensor."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class ExpertReader:
     ):
         """experts: the mixtures of experts in the model, by name.
 
-        modules: the names of the adapted modules in the file, by their names in the model.
+        modules: maps the model's name of each adapted module to its name in the file.
         """
         self._tensors, self._config, self._experts, self._modules = tensors, config, experts, modules
         self._bound = "max_expert_lora_rank", max_rank

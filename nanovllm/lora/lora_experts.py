@@ -14,7 +14,7 @@ from nanovllm.moe.experts import Experts
 from nanovllm.utils.context import of_tokens
 from nanovllm.utils.replace import replace_methods
 
-MAX_TOKENS = 4096  # computed at the same time, because each token has `top_k` rows
+MAX_TOKENS = 4096  # computed at a time, because each token has `top_k` rows
 
 
 @operation
@@ -22,7 +22,7 @@ def expert_linear(x: torch.Tensor, experts: Any, name: str, expert_ids: torch.Te
     """Multiply each row of x [P, inputs] by its expert's weight, and add the bias: [P, outputs].
 
     name: "gate_up_proj" or "down_proj".
-    expert_ids: [P]. Rows of experts that other ranks have become zeros.
+    expert_ids: [P]. Rows of other ranks' experts become zeros.
     """
     outputs = experts.hidden_size if name == "down_proj" else 2 * experts.local_size
     y, indices = x.new_zeros(len(x), outputs), expert_ids - experts.first_expert

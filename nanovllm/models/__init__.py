@@ -85,7 +85,7 @@ class ModelConfig:
     hybrid: Any = None  # HybridConfig of delta_net/, if there are layers that keep a state
     vision: Any = None  # VisionConfig of vision/, if the engine takes images
     quantization: Any = None  # weight formats of linear layers: see quantization/
-    rope_long: tuple[tuple[float, ...], int] | None = None  # (`rope_inv_freq` if sequences may be longer, length)
+    rope_long: tuple[tuple[float, ...], int] | None = None  # (`rope_inv_freq` above a length, this length)
     details: Any = None  # further fields of a single family
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The text part of Gemma 4 12B, which is a plain decoder, and which reads images and audio without a tower.
+"""The text part of Gemma 4 12B: a plain decoder. The whole model reads images and audio without a tower.
 
 There are no experts, and no embeddings for each layer.
 """

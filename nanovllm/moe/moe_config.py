@@ -7,7 +7,7 @@ from nanovllm.kernels.activations import SWIGLU, Activation
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig:
-    """The configuration of the layers with experts, created by a model family's `read_config`."""
+    """The configuration of the layers with experts. A model family's `read_config` creates it."""
 
     layers: frozenset[int]  # indices of the layers with experts
     num_experts: int

@@ -1,4 +1,4 @@
-"""Functions for the methods of `LLM` that compute vectors. Each function has the same name as its method."""
+"""Implements the methods of `LLM` that compute vectors. Each function has the same name as its method."""
 
 from typing import TYPE_CHECKING
 

@@ -87,7 +87,7 @@ class PoolingRunner(BatchRunner):
     partial_vectors: Any = None  # [requests + 1, hidden_size] float32, by request index
 
     def make_model(self) -> nn.Module:
-        """Make the model without weights, and replace its output head by the head of the task."""
+        """Make the model without weights, and replace its output head with the head of the task."""
         model: Any = super().make_model()
         config, pooling = model.config, self.config.pooling
         model.config = replace(config, tie_word_embeddings=False)

@@ -46,6 +46,6 @@ def _format(name: str, value: Any, maker: str) -> Callable:
     if not isinstance(value, str) or value not in known:
         choices = ", ".join(map(repr, known))
         raise ValueError(
-            f"{name}={value!r}: must be one of {choices}; another format is a file of nanovllm/quantization/formats/"
+            f"{name}={value!r}: must be one of {choices}; to add a format, add a file to nanovllm/quantization/formats/"
         )
     return known[value]

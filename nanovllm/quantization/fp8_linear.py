@@ -76,7 +76,10 @@ class FP8Linear(ScaledLinear):
         return ops.swiglu_quantize(rows, self.values, self.scales)
 
     def _quantized(self, x: NormInput) -> ops.QuantizedRows:
-        """Quantize x in the norm's kernel, unless the norm is already computed or must add several ranks' results."""
+        """Quantize x in the norm's kernel if possible.
+
+        A separate kernel quantizes x if the norm is already computed, or if it must add several ranks' results.
+        """
         residual = x.residual_before
         if x.total is not None:
             return ops.quantize_rows(x.tensor(), self.group)

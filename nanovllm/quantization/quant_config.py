@@ -79,7 +79,7 @@ class QuantConfig:
         return next(found, None)
 
     def prepare(self, model: nn.Module, device: torch.device) -> None:
-        """Set the formats of linear layers and mixtures of experts in `model`. Allocate these weights on `device`."""
+        """Set the formats of linear layers and mixtures of experts in `model`. Allocate their weights on `device`."""
         if device.type == "cpu":
             logger.warning(
                 "quantization: on a CPU, %s weights are slower than 16 bits: each step dequantizes them", self.name

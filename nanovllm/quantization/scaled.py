@@ -33,7 +33,7 @@ class QuantScheme:
     max_value: float  # the quantized value of a block's largest magnitude
     block_rows: int | None  # rows that share a scale in the checkpoint; None: all
     block_columns: int | None  # columns that share a scale; None: all
-    scale_name: str | None = None  # the suffix of the scales' names in the checkpoint; None: it is not quantized
+    scale_name: str | None = None  # suffix of the scales' names; None: the checkpoint is not quantized
     bits: ClassVar[int] = 8
     quantizes: ClassVar[bool] = True  # weights without scales are quantized
 

@@ -10,15 +10,15 @@ from nanovllm.reasoning.formats import ReasoningFormat
 class Stage(Enum):
     BEFORE = auto()  # the answer may still begin with reasoning
     INSIDE = auto()
-    ENDED = auto()  # also if the answer has no reasoning
+    ENDED = auto()  # or the answer has no reasoning
 
 
 class Markers:
     """The markers of a reasoning format, and how a model's vocabulary represents them.
 
-    If a model has a token for each marker, as most models do, only a token that contains the whole marker counts as the
-    marker, and several tokens that together spell the marker are part of the reasoning. In models without these tokens,
-    any tokens that spell a marker count as the marker.
+    Most models have a token for each marker. Then only a token that contains the whole marker counts as the marker, and
+    several tokens that together spell it are part of the reasoning. In models without these tokens, any tokens that
+    spell a marker count as the marker.
     """
 
     def __init__(self, form: ReasoningFormat, tokenizer: Any, token_bytes: Mapping[int, bytes]):

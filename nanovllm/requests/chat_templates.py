@@ -34,7 +34,7 @@ class TemplateForms(NamedTuple):
     arguments_text: whether the template needs a tool call's arguments as text; if not, the arguments become an object.
     roles: the names with which the template compares a message's role.
     reasoning: the names under which the template reads the reasoning.
-    is_harmony: whether the template refuses messages that have reasoning, content and tool calls at once; if so, the
+    is_harmony: whether the template refuses messages that have all of reasoning, content and tool calls; if so, the
         content becomes reasoning.
     """
 

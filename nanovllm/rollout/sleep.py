@@ -39,7 +39,7 @@ def sleep(llm: "LLMEngine", level: int = 1) -> int:
         core = llm.core
         with refusing_requests(llm, "asleep", ASLEEP):
             if (num_bytes := _on_all_ranks(core, MemoryCall("release", level))) is None:
-                raise UnavailableError("sleep(level=1): the host's memory does not suffice to keep the weights")
+                raise UnavailableError("sleep(level=1): the host has too little memory to keep the weights")
         core.scheduler.block_manager.clear_prefix_cache()  # no sequence holds blocks
         if level == 2:
             core.unavailable["weights"] = Dropped(DROPPED)
@@ -48,7 +48,7 @@ def sleep(llm: "LLMEngine", level: int = 1) -> int:
         return num_bytes
 
     num_bytes = in_engine(llm.engine_thread, work)
-    logger.info("asleep: each device has got back %.2f GiB", num_bytes / 2**30)
+    logger.info("asleep: %.2f GiB were freed on each device", num_bytes / 2**30)
     return num_bytes
 
 

@@ -40,7 +40,7 @@ class ServedAdapters:
         self._numbers = count(len(self.by_name) + 1)
 
     async def read(self) -> None:
-        """Read all adapters, so that a broken adapter is reported at startup, unless the engine's process has done so.
+        """Unless the engine's process has read the adapters, read them all, to report a broken adapter at startup.
 
         A replica reads an adapter later, with the first request that uses it. Raises ValueError if an adapter can't be
         used.

@@ -40,7 +40,7 @@ class Formats(NamedTuple):
         Raises ApiError if the model may call tools, but the format of its calls is unknown.
         """
         is_known = self.tool_calls is not None or not body.tools or body.tool_choice not in (None, "auto")
-        require(is_known, "tools: how this model writes calls is unknown: see --tool-call-parser")
+        require(is_known, "tools: the format of this model's calls is unknown: see --tool-call-parser")
         params = self.budget_params(body)
         if self.reasoning_parser is not None and (has_structure or body.stop):  # others need none
             params["reasoning_parser"] = self.reasoning_parser
@@ -52,7 +52,7 @@ class Formats(NamedTuple):
         """Return parameters for a reasoning budget. Raises ApiError if the format of the reasoning is unknown."""
         if (budget := body.thinking_token_budget) in (None, -1):
             return {}
-        problem = f"thinking_token_budget={budget}: needs a model whose reasoning is found: see --reasoning-parser"
+        problem = f"thinking_token_budget={budget}: this model's reasoning format is unknown: see --reasoning-parser"
         return {"reasoning_parser": require(self.reasoning_parser, problem)}
 
 

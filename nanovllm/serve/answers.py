@@ -34,7 +34,7 @@ def dump_json(content: Any) -> bytes:
 
 
 def encoded(content: Any) -> msgspec.Raw:
-    """Encode content as JSON that other content can contain."""
+    """Encode content as JSON that can be embedded in other content."""
     return msgspec.Raw(dump_json(content))
 
 
@@ -47,7 +47,7 @@ def server_sent_event(content: dict[str, Any]) -> bytes:
 class Answer:
     """The complete or streamed answer to a client's request, which has one or several prompts.
 
-    Answers with log-probabilities are encoded in a thread, because encoding these answers takes long.
+    Answers with log-probabilities are encoded in a thread, because encoding these answers takes a long time.
     """
 
     id_prefix: str

@@ -122,7 +122,7 @@ class TranslatedMessages(ChatBody):
 
 
 def chat_body(body: CountTokensBody) -> ChatBody:
-    problem = "thread: this server stores no conversations; send the whole one"
+    problem = "thread: this server stores no conversations; send the whole conversation"
     require(not body.thread, problem, "thread_unsupported_request")  # with this code, clients send everything again
     system = InputMessage.model_construct(role="system", content=body.system or [])
     messages = [message for input_message in (system, *body.messages) for message in _chat_messages(input_message)]

@@ -140,7 +140,7 @@ def serve(options: argparse.Namespace) -> int:
         engine_settings |= SMALL_CACHE
         sizes = SMALL_CACHE["num_kvcache_blocks"], SMALL_CACHE["kvcache_block_size"]
         logging.getLogger("nanovllm").info(SMALL_CACHE_MESSAGE, *sizes)
-    with reserved_address(settings) as listener, ExitStack() as loading:  # raises at once if the address is in use
+    with reserved_address(settings) as listener, ExitStack() as loading:  # raises immediately if the address is in use
 
         def prepare() -> None:
             import_libraries(config_flags)

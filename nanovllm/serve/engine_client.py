@@ -178,7 +178,7 @@ class EngineClient(ABC):
             raise ValueError(f"request_id={name!r:.80}: another request has this id")
         num_answers = getattr(sampling_params, "n", 1)
         if num_answers > self.max_live:
-            raise ValueError(f"n={num_answers}: must be at most {self.max_live}, the answers that may run and wait")
+            raise ValueError(f"n={num_answers}: must be at most {self.max_live}, the number that may run or wait")
         if self.num_unfinished + num_answers > self.max_live:
             raise QueueFullError(f"{self.num_unfinished} answers of at most {self.max_live} are running or waiting")
         self._num_live[self._index] += num_answers

@@ -40,7 +40,7 @@ class ApiError(Exception):
         self.headers = HEADERS.get(status, {})
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Replace the field's name by the name that the client has sent. `names` maps field names to client names."""
+        """Replace the field's name with the name that the client has sent. `names` maps field names to client names."""
         if self.param is not None and (client_name := names.get(self.param)) is not None:
             self.message, self.param = self.message.replace(self.param, client_name, 1), client_name
 

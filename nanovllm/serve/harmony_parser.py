@@ -17,7 +17,8 @@ BETWEEN = "\n\n"  # is put between two messages of the same kind
 class HarmonyParser:
     """Splits the text of one answer into reasoning, content and calls.
 
-    The token ids show whether a control is a special token, or text that ordinary tokens spell.
+    A *control* is a text such as `<|start|>`. The token ids show whether it is a special token, or is spelled by
+    ordinary tokens.
     """
 
     is_over = False  # another message may follow
@@ -25,7 +26,7 @@ class HarmonyParser:
     def __init__(self, reasoning: HarmonyReasoning, finds_calls: bool = False):
         """reasoning: the state at the beginning of the answer. No other object may use this state.
 
-        finds_calls: whether messages with a recipient are parsed as calls, or else returned as content.
+        finds_calls: whether messages with a recipient are parsed as calls; if not, they are returned as content.
         """
         self.reasoning, self._finds_calls = reasoning, finds_calls
         self._held = ""  # text that may be a part of a control

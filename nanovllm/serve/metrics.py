@@ -76,7 +76,7 @@ class Metrics:
         }
         labels = "model_name", "finished_reason"
         self._ends = Counter("vllm:request_success", "Answers that ended", labels, registry=registry)
-        text = "Answers that were given up, mostly as their clients went away"
+        text = "Answers that were aborted, mostly because their clients disconnected"
         self._aborted = Counter("nanovllm:request_aborted", text, **options).labels(model)
         registry.register(IGNORED.count)
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # sum the counts of all fronts, including fronts that have ended

@@ -157,7 +157,7 @@ class Api:
         return chat.template_arguments(body, self.chat_template, self.settings.trust_request_chat_template)
 
     async def _rendered(self, body: protocol.TextBody, prompt: Any, template_arguments: dict[str, Any] | None) -> Any:
-        """If a conversation may take long to render, render it in the sandbox. Return other prompts unchanged.
+        """If rendering a conversation may be slow, render it in the sandbox. Return other prompts unchanged.
 
         Raises ValueError if the sandbox would have to render images, which it does not support.
         """
@@ -172,7 +172,7 @@ class Api:
         """Return the model name for an answer. Raises ApiError for a model that is not served here."""
         if name is not None and name not in self.model_names and name not in self.adapters.by_name:
             served = ", ".join(map(repr, islice((*self.model_names, *self.adapters.by_name), 8)))
-            problem = f"model {name!r:.80} is not served here, but {served}"
+            problem = f"model {name!r:.80} is not served here; the server has {served}"
             raise ApiError(404, problem, "model", "model_not_found")
         return self.model_names[0] if name is None else name
 

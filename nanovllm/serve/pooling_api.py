@@ -108,7 +108,7 @@ def add_routes(app: FastAPI, api: Api) -> None:
         return {"id": f"pool-{uuid4().hex}", "created": int(time()), "model": model, "usage": usage, "data": outputs}
 
     async def listed(answer: dict[str, Any], entry: Callable[[PoolingOutput], dict[str, Any]]) -> Response:
-        """Encode the outputs in a thread, because a thousand vectors take long to encode."""
+        """Encode the outputs in a thread, because encoding a thousand vectors takes a long time."""
 
         def data() -> list[Any]:
             return [encoded({"index": i} | entry(output)) for i, output in enumerate(answer["data"])]

@@ -110,7 +110,7 @@ class RequestLimits:
         allowed = [name.lower().encode() for name in self.settings.allowed_origins or ()]
         is_own = not origin or origin.partition(b"://")[2] == host
         if not (is_own or origin in allowed or b"*" in allowed):
-            raise ApiError(403, "the Origin header is of a web page that may not call this server")
+            raise ApiError(403, "the Origin header names a web page that may not call this server")
 
     def _checked_keys(self, headers: dict[bytes, bytes]) -> list[bytes]:
         """Return the client's valid API keys."""
@@ -133,7 +133,7 @@ class RequestLimits:
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {self.settings.body_timeout:g} seconds") from None
         except ClientDisconnect:
-            raise ApiError(400, "the connection was closed within the body") from None
+            raise ApiError(400, "the connection was closed before the end of the body") from None
         if self._expects_images and len(body) > MAX_TEXT_BYTES and body.count(b",") > MAX_COMMAS:
             problem = f"the body is longer than {MAX_TEXT_BYTES} bytes and has more than {MAX_COMMAS} commas"
             raise ApiError(413, problem, code="body_too_long")
@@ -172,7 +172,7 @@ async def _answer_head(answer: ASGIApp, scope: Scope, receive: Receive, send: Se
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 protocol, with limits on the size and the duration of headers. It refuses pipelining.
+    """uvicorn's HTTP/1.1 protocol, with limits on the size and the duration of headers, and without pipelining.
 
     uvicorn closes idle connections, but its timer stops at the first byte of a request. From the first byte on, the
     client has `HEADER_SECONDS` to send all headers. Requests to upgrade the protocol are ignored, as HTTP permits.
@@ -250,7 +250,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if sum(len(name) + len(value) for name, value in self.headers) + len(self.url) > MAX_HEADER_BYTES:
             raise ApiError(400, LONG_HEADERS)
         if self.cycle is not None and not self.cycle.response_complete:  # pipelining would hide a lost connection
-            raise ApiError(400, "a request before the answer to the previous one: pipelining is not supported")
+            raise ApiError(400, "a request arrived before the answer to the previous one: pipelining is not supported")
         if self.limit_concurrency and max(len(self.connections), len(self.tasks)) >= self.limit_concurrency:
             self._close_idle_connection()
         super().on_headers_complete()

@@ -29,7 +29,7 @@ def allow_connections(number: int) -> None:
     if granted < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(min(needed, maximum)), limits[1]))
     if maximum < needed:
-        problem = "this system allows a process %d open files (ulimit -Hn), so that connections beyond that will wait"
+        problem = "this system allows a process %d open files (ulimit -Hn), so further connections will wait"
         logger.warning(f"max_connections=%d: {problem}", number, maximum)
 
 

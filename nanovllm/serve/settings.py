@@ -65,7 +65,7 @@ class ServerSettings:
         variable VLLM_HTTP_TIMEOUT_KEEP_ALIVE, or 120 if it is not set. Many clients reuse connections that were idle
         for up to 90 seconds, and a client's request fails if the server closes the connection at the same moment.
     max_connections: maximum number of open connections. To accept a further connection, the server closes the
-        connection that has been idle longest. If no connection is idle, the further connection gets a 503.
+        connection that has been idle longest. If no connection is idle, the new connection gets a 503.
     drain_seconds: the number of seconds that running requests get to finish after SIGTERM or Ctrl-C.
     access_log: print a line for each request.
     enable_openapi: describe the API at `/openapi.json`.

@@ -371,7 +371,7 @@ def parser_for(chat_template: str) -> str | None:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _finite(text: str) -> float:
@@ -430,7 +430,7 @@ class JsonScanner:
             elif (token[0].isalnum() or token[0] in "+-._") and self._last != "value":
                 self._last = "word"
             else:
-                raise ValueError(f"no JSON: {token!r} behind a {self._last}")
+                raise ValueError(f"not JSON: {token!r} after a {self._last}")
         return None
 
     def _passes_string(self, text: str) -> bool:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class DraftModel:
     """A draft model with a separate KV cache. The cache uses the target model's block ids.
 
-    There is no second block manager: a block is allocated in both caches at once. Before the draft model drafts for a
+    There is no second block manager: a block is always allocated in both caches. Before the draft model drafts for a
     sequence, it computes the sequence's missing rows. The cache may lack rows of the prompt, of blocks that a
     preemption has freed, or of tokens that were generated without drafts.
 
@@ -89,7 +89,7 @@ class DraftModel:
         self.run(arrays["req_indices"], arrays["num_drafts"], arrays["drafts"].shape[1])
 
     def _catch_up(self, req_indices: torch.Tensor, are_new: torch.Tensor) -> None:
-        """Compute all missing rows of each sequence except the last one, in pieces of limited size."""
+        """Compute the missing rows of each sequence, except its last row, in pieces of limited size."""
         ends = self.runner.tables.num_tokens[req_indices].long() - self.shift - 1
         starts = self.num_computed[req_indices].minimum(ends) * (are_new == 0)
         piece = max(1, self.runner.config.max_num_batched_tokens // len(req_indices))

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 MEMORY = 8  # the mean acceptance covers about this many steps with drafts; half as many misses in a row cause a pause
 PAUSES = 16, 512  # tokens: the first and the longest pause of a sequence
-# Models and heads draft about equally well for all texts, so drafting with them pauses for all sequences at once. Gains
-# and losses are counted in units of a step without drafts. If the loss exceeds a limit, drafting pauses. Each step
-# pays off some of the loss, and drafting resumes when the loss and the cost of catching up are paid. The limit is
+# Models and heads draft about equally well for all texts, so drafting with them pauses for all sequences together.
+# Gains and losses are counted in units of a step without drafts. If the loss exceeds a limit, drafting pauses. Each
+# step pays off some of the loss, and drafting resumes when the loss and the cost of catching up are paid. The limit is
 # higher with few sequences, where chance matters more. Gains up to the same limit offset later losses. Each pause
 # halves the amount paid per step, down to a minimum; a gain of the whole limit restores it.
 LIMIT, LIMIT_OF_ONE, PAID_PER_STEP, LEAST_PER_STEP, CATCH_UP = 0.2, 1.8, 0.01, 0.00125, 0.5

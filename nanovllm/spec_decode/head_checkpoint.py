@@ -55,11 +55,11 @@ def read_eagle3_config(folder: Path, target: ModelConfig, dtype: torch.dtype, wi
     names = ("vocab_size", layer.vocab_size), ("target_hidden_size", target_hidden_size)
     for (name, value), model_value in zip(names, (target.vocab_size, target.hidden_size)):
         if value != model_value:
-            raise ValueError(f"{file}: {name}={value!r}: must be {model_value}, as of the model")
+            raise ValueError(f"{file}: {name}={value!r}: must be {model_value}, as in the model")
     draft_vocab_size = raw.get("draft_vocab_size") or layer.vocab_size
     has_embeddings = with_weights and "embed_tokens.weight" in read_tensors(folder)
     if layer.hidden_size != target.hidden_size and with_weights and not has_embeddings:
-        raise ValueError(f"{file}: hidden_size={layer.hidden_size}: must be {target.hidden_size}, as of the model")
+        raise ValueError(f"{file}: hidden_size={layer.hidden_size}: must be {target.hidden_size}, as in the model")
     return Eagle3Config(
         layer=replace(layer, dtype=dtype),
         draft_vocab_size=check_int(f"{file}: draft_vocab_size", draft_vocab_size, 1, layer.vocab_size),
@@ -118,7 +118,7 @@ def check_mtp(folder: Path, target: ModelConfig, with_weights: bool) -> None:
 
 
 def find_mtp_tensors(folder: Path, quantization: Any) -> dict[str, Path]:
-    """Return a dict from the names of the MTP head's tensors in the checkpoint to their files.
+    """Return a dict that maps the checkpoint's name of each tensor of the MTP head to its file.
 
     `quantization` is the checkpoint's QuantConfig or None.
     """

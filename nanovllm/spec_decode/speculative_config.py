@@ -128,7 +128,7 @@ def read_speculative_config(config: "Config") -> SpeculativeConfig:
     for prefix, owners in OWNERS.items():
         for name in values:
             if method not in owners and name.startswith(prefix):
-                raise ValueError(f"speculative_config: {name}={values[name]!r}: is of method {_names(owners)} alone")
+                raise ValueError(f"speculative_config: {name}={values[name]!r}: is only for method {_names(owners)}")
     settings = SpeculativeConfig(**values)
     try:
         check_fields(settings)

@@ -44,7 +44,7 @@ def _schema(name: str, value: Any) -> str:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _text(name: str, value: Any) -> str:

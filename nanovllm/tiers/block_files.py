@@ -57,7 +57,7 @@ class BlockFiles:
         self._delete_oldest()
 
     def touch(self, block_hash: int) -> None:
-        """Mark a block as the most recently used one, also for later engines."""
+        """Mark a block as the most recently used one, for this engine and for later engines."""
         self._sizes.move_to_end(block_hash)
         with suppress(OSError):
             os.utime(self._path(block_hash))

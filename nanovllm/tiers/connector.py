@@ -13,7 +13,7 @@ class CachedBlock(NamedTuple):
 
     If a model has states or window tables, the prefix cache may store two contents for the same tokens: the block that
     `Sequence.block_table` lists, with hash `h`, and the snapshot of the state or the blocks of the window tables, with
-    hash `~h`. Both may be stored, and each may be stored alone.
+    hash `~h`. Each of the two may be stored without the other.
     """
 
     block_hash: int
@@ -52,7 +52,7 @@ class Connector(ABC):
 
     @abstractmethod
     def order_steps(self, block_ids: list[int]) -> None:
-        """Let all steps that are launched from now on wait for the copies from and to these blocks of the device.
+        """Make all later steps wait for the copies from and to these blocks of the device.
 
         Copies from the device may still be running. Copies to the device have already ended on rank 0, because the
         caller waits for the function that `get` returned.

@@ -48,7 +48,7 @@ class Write:
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """Blocks that a call of `get` asks for, of which some are read from files."""
+    """The blocks of one call of `get`. Some of them are read from files."""
 
     blocks: list[CachedBlock]
     kept: list[Entry]  # entries of the other blocks, which must stay in host memory
@@ -59,7 +59,7 @@ class Read:
 
 
 class DiskTier(HostTier):
-    """Also writes the blocks that host memory stores to files, and reads files if host memory has no such block.
+    """Also writes the blocks in host memory to files, and reads the files of blocks that are not in host memory.
 
     Threads read and write the files while steps run. A block is written after it was copied to host memory. A block
     from a file is read into host memory, and is copied from there to the device. Host memory keeps the rows of a block
@@ -67,7 +67,7 @@ class DiskTier(HostTier):
 
     The hashes of blocks contain a random number. This number is stored in the folder, so that a later engine with the
     same weights computes equal hashes. If the prefix cache is cleared, the weights may have changed. The engine then
-    uses the folder no longer, and leaves the files as they are.
+    stops using the folder, and leaves the files as they are.
     """
 
     def __init__(self, engine: Engine, num_rows: int):
@@ -114,7 +114,7 @@ class DiskTier(HostTier):
         wait([future for future in futures if not future.cancel()])  # threads may use the rows until then
         self._writes, self._file_reads = {}, []
         if self._files is not None:
-            logger.warning("swap_dir: is used no longer, because the prefix cache was cleared; a restart uses it again")
+            logger.warning("swap_dir: is no longer used, because the prefix cache was cleared; a restart uses it again")
         self._files = None
         super().clear()
 
@@ -241,7 +241,7 @@ def use_disk_tier(engine: Engine) -> None:
     assert config.swap_dir is not None and engine.model_runner is not None
     folder = Path(config.swap_dir).expanduser() / fingerprint(config, engine.model_runner)
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the files tell what users have asked
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the files reveal users' prompts
         salt, files = _stored_salt(folder / SALT), BlockFiles(folder, int(config.swap_dir_space * 2**30))
     except (OSError, ValueError) as error:  # ValueError: the path contains a character that no path may have
         raise ValueError(f"swap_dir={config.swap_dir!r:.200}: can't be used: {error!s:.200}") from error

@@ -50,9 +50,9 @@ class Memcpy2D(Structure):
 class HostBlocks:
     """Stores each block in one row of bytes: its token ids and the keys and values of all layers.
 
-    A state is larger than a block, and takes several rows. On a CPU, copies end at once. `copies` [2, C] contains ids
-    of blocks and states, and rows. The rows of a state follow each other. Each call of `put` and `get` has a different
-    number.
+    A state is larger than a block, and takes several rows. On a CPU, copies end immediately. `copies` [2, C] contains
+    ids of blocks and states, and rows. The rows of a state follow each other. Each call of `put` and `get` has a
+    different number.
     """
 
     def __init__(self, runner: "ModelRunner", num_rows: int):
@@ -79,7 +79,7 @@ class HostBlocks:
         return lambda: True
 
     def order_steps(self, numbers: list[int]) -> None:
-        """Let all steps that are launched from now on wait for these copies."""
+        """Make all later steps wait for these copies."""
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
@@ -179,7 +179,7 @@ def allocate(num_bytes: int) -> torch.Tensor:
 
 
 def _unpin(rows: torch.Tensor, address: c_void_p, device: torch.device) -> None:
-    """Unpin the memory of `rows`. The argument keeps the tensor alive until then."""
+    """Unpin the memory of `rows`. As an argument, the tensor stays alive until this call."""
     torch.cuda.synchronize(device)
     call_driver("cuMemHostUnregister", address)
 

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
 
 def check_swap_space(config: "Config") -> None:
-    """Raise ValueError if the other settings rule out `swap_space` or `swap_dir`, or if the host has less memory.
+    """Raise ValueError if other settings rule out `swap_space` or `swap_dir`, or if the host has too little memory.
 
-    Raises TypeError if `swap_dir` is no string.
+    Raises TypeError if `swap_dir` is not a string.
     """
     if config.swap_dir is not None:
         check_swap_dir(config)

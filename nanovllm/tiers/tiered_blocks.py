@@ -53,8 +53,8 @@ class Load:
 class TieredBlockManager(BlockManager):
     """Copies blocks to a store before they are evicted, and loads them when a waiting sequence begins with them.
 
-    These methods replace methods of an engine's block manager. A subclass adds what a manager stores besides the blocks
-    of `Sequence.block_table`.
+    These methods replace methods of an engine's block manager. If a manager also stores other contents than the blocks
+    of `Sequence.block_table`, a subclass handles these contents.
 
     **Out.** At the start of each step, the blocks that will be evicted next are stored. The copy of an evicted block
     has therefore usually ended long before, and the device does not wait. If a step evicts a block whose copy has not
@@ -163,7 +163,7 @@ class TieredBlockManager(BlockManager):
         return None if load.has_ended else load
 
     def _longest_prefix(self, seq: Sequence) -> list[Key]:
-        """Return the keys of all contents that the longest cached prefix of `seq` needs, wherever they are."""
+        """Return the keys of all contents that the longest cached prefix of `seq` needs, on device or in the store."""
         keys = self._known_blocks(seq)
         end = last = len(keys)
         while last > self._first_needed(end):  # look for the second contents of the blocks that end before `end`
@@ -173,7 +173,7 @@ class TieredBlockManager(BlockManager):
         return keys[:end] + [(~block_hash, token_ids) for block_hash, token_ids in keys[self._first_needed(end) : end]]
 
     def _known_blocks(self, seq: Sequence) -> list[Key]:
-        """Return the keys of the blocks with which `seq` begins, wherever they are."""
+        """Return the keys of the blocks at the beginning of `seq`, as far as the device or the store has them."""
         keys: list[Key] = []
         for i in range((len(seq.token_ids) - 1) // self.block_size):
             self._extend_hashes(seq, i + 1)
@@ -258,7 +258,7 @@ class TieredBlockManager(BlockManager):
     # -- what a subclass adds to ---------------------------------------------------------------------------------------
 
     def _first_needed(self, num_blocks: int) -> int:
-        """Return from which block on a prefix of `num_blocks` blocks needs second contents, whose hashes are `~h`."""
+        """Return the first block of a prefix of `num_blocks` blocks that needs second contents (with hash `~h`)."""
         return num_blocks
 
     def _ids_on_device(self, block_hash: int, token_ids: list[int]) -> tuple[int, ...] | None:
@@ -271,17 +271,17 @@ class TieredBlockManager(BlockManager):
         return [CachedBlock(block.hash, block.token_ids, (block.block_id,))]
 
     def _next_evicted(self) -> Iterator[CachedBlock]:
-        """Yield what will be evicted next, and may not be stored yet."""
+        """Yield what will be evicted next, unless it is known to be stored."""
         for block_id in islice(self.free_block_ids, NUM_AHEAD):
             if block_id not in self._stored and self.blocks[block_id].hash != -1:
                 yield from self._leaving(self.blocks[block_id])
 
     def _can_load(self, seq: Sequence, num_spare: int, prefix: list[Key]) -> bool:
-        """Return whether `seq` fits, and what a load of `prefix` needs in addition."""
+        """Return whether there is room for `seq`, and for what a load of `prefix` needs in addition."""
         return self.can_allocate(seq, num_spare)
 
     def _num_reserved(self, num_blocks: int) -> int:
-        """Return `num_spare` for a sequence that needs `num_blocks` blocks after those that are loaded."""
+        """Return `num_spare` for a sequence that needs `num_blocks` blocks in addition to the loaded blocks."""
         return num_blocks
 
     def _allocate_for(self, block_hash: int) -> tuple[int, ...]:
@@ -289,7 +289,7 @@ class TieredBlockManager(BlockManager):
         return (self._allocate_block(),)
 
     def _insert(self, content: CachedBlock) -> bool:
-        """Put loaded contents into the prefix cache. Return whether they are there."""
+        """Put loaded contents into the prefix cache. Return False if other contents already have their place."""
         self.insert(self.blocks[content.block_ids[0]], content.block_hash, content.token_ids)
         return True
 
@@ -367,15 +367,15 @@ class TieredStates(TieredBlockManager, StateBlockManager):
 class TieredWindows(TieredBlockManager, WindowBlockManager):
     """Also stores and loads columns of the window tables. A column has the second hash of its tokens.
 
-    Most columns are freed behind the window of a running sequence. They only serve prompts that depart from this
-    sequence within the next few blocks, so they are not stored. Columns are stored at the end of a prompt, at the end
-    of a sequence, and at the end of a prefix that a second prompt shares.
+    Most columns are freed when the window of a running sequence has passed them. They only serve prompts that diverge
+    from this sequence within the next few blocks, so they are not stored. Columns are stored at the end of a prompt, at
+    the end of a sequence, and at the end of a prefix that a second prompt shares.
     """
 
     def reset(self) -> None:
         super().reset()
         self._ends: dict[Sequence, set[int]] = {}  # columns of running sequences at such ends
-        self._passed: set[int] = set()  # the first ids of cached columns that are not stored
+        self._passed: set[int] = set()  # the first block id of each cached column that is not stored
 
     def allocate(self, seq: Sequence) -> None:
         ends = len(self._known_blocks(seq)), (len(seq.token_ids) - 1) // self.block_size
@@ -460,7 +460,7 @@ class TieredWindows(TieredBlockManager, WindowBlockManager):
 
 
 class TieredQueue(WaitingQueue):
-    """A waiting queue whose `first` begins loads, and skips sequences whose blocks are being loaded."""
+    """A waiting queue. Its method `first` begins loads, and skips sequences whose blocks are being loaded."""
 
     def __init__(self, scheduler: "Scheduler", make_queue: Callable[[], WaitingQueue]):
         """`make_queue` makes the queue for sequences that wait for no load."""
@@ -501,7 +501,7 @@ class TieredQueue(WaitingQueue):
             if (load := blocks.fetch(seq, num_spare=num_others)) is None:
                 if not self._loading or blocks.can_allocate(seq, num_spare=num_others):
                     return seq
-                break  # loads may hold the blocks that it lacks, and to return it would pause all admissions
+                break  # loads may hold the blocks that it lacks, and returning it would pause all admissions
             self._others.discard(seq)
             self._loading[seq] = load
         if self._loading and not num_running:

@@ -23,7 +23,7 @@ class DaemonThreads:
         return future
 
     def close(self) -> None:
-        """End the threads after the submitted work."""
+        """End the threads once all submitted work is done."""
         for _ in self._threads:
             self._work.put(None)
 

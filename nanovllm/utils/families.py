@@ -29,7 +29,7 @@ def find_model_type(raw: dict, file: Path) -> str:
 def find_by_architecture(raw: dict, file: Path) -> str:
     """Return the key in MODELS for the text model or the `architectures` of a config.json.
 
-    Only a text model makes this function import its family. Raises ValueError if MODELS has no such key.
+    If there is a text model, this function imports its family. Raises ValueError if MODELS has no such key.
     """
     text, architectures = raw.get("text_config"), raw.get("architectures") or ()
     text_type = text.get("model_type") if isinstance(text, dict) else None
@@ -40,7 +40,7 @@ def find_by_architecture(raw: dict, file: Path) -> str:
             return family
     raise ValueError(
         f"{file}: model_type={raw.get('model_type')!r} with architectures={architectures!r}: model_type must be one of "
-        f"{', '.join(map(repr, MODELS))}; another family is a file of nanovllm/models/"
+        f"{', '.join(map(repr, MODELS))}; to add a family, add a file to nanovllm/models/"
     )
 
 

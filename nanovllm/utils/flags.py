@@ -115,7 +115,7 @@ def _in_words_of_a_shell(text: str, flags: Mapping[str, str]) -> str:
 def _options(field: Field) -> dict[str, Any]:
     """Return argparse's options for a field.
 
-    For a union, the options follow from the type that the code below tests first. Other types are text.
+    If the field's type is a union, the first type that the tests below find decides. Other types are text.
     """
     hint = field.type
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)

@@ -232,7 +232,7 @@ def weight_loaders(model: nn.Module) -> dict[str, tuple[Callable, list[Any]]]:
 
 
 def stored_modules(path: str, module: Any, packed_modules_mapping: dict) -> dict[str, list]:
-    """Return a dict that maps each checkpoint module that is merged into `module` to a list with its shard id.
+    """Return the checkpoint modules that are merged into `module`, as a dict from name to a list with the shard id.
 
     `path` is the name of `module` in the model. If nothing is merged, the only shard id is []. Shards that `module`
     lacks, such as the values of some attention layers, are left out.

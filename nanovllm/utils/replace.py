@@ -1,4 +1,4 @@
-"""Replaces methods of objects after their construction, for quantized and fused modules, and for images."""
+"""Replaces methods of existing objects, for quantized modules, fused modules and image support."""
 
 from functools import cache
 from typing import Any

@@ -18,7 +18,7 @@ class RopeFrequencies(NamedTuple):
     inv_freq: torch.Tensor  # [rotated numbers of a head / 2]
     scale: float  # of cos and sin
     max_len: int  # maximum sequence length
-    long: tuple[torch.Tensor, int] | None = None  # frequencies if sequences may be longer than this length
+    long: tuple[torch.Tensor, int] | None = None  # (frequencies if sequences may exceed a length, this length)
 
 
 def inverse_frequencies(theta: float, size: int) -> torch.Tensor:

@@ -35,7 +35,7 @@ class TensorParallel:
         if num_kv_heads >= self.size:
             return self
         if self.size % num_kv_heads:
-            raise ValueError(f"tensor_parallel_size={self.size}: no multiple of the key-value heads ({num_kv_heads})")
+            raise ValueError(f"tensor_parallel_size={self.size}: not a multiple of the {num_kv_heads} key-value heads")
         return TensorParallel(self.rank * num_kv_heads // self.size, num_kv_heads)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Limits how many images a step computes, because the sequences that decode in this step wait for the tower.
+"""Limits how many images a step encodes, because the sequences that decode in this step wait for the tower.
 
 The cost of an image is a number of tokens in the step's budget: the text model needs about as many operations for these
 tokens as the tower needs for the image.
@@ -25,7 +25,7 @@ class ImageScheduler(Scheduler):
     cost_of_image: Callable[[PromptImage], int]  # 0 if the image's embeddings are stored
 
     def chunk_end(self, budget: TokenBudget, seq: Sequence, others_wait: bool) -> int:
-        """Return the end of the chunk, such that the chunk and its images are within the budget.
+        """Return where the chunk must end, so that the chunk and its images are within the budget.
 
         A chunk that begins with an image contains at least one token of the image, even if the image exceeds the
         budget.

@@ -66,7 +66,7 @@ class ImagePrompts:
                     raise kind(f"{field}: {error}") from error
             images.append(known[key])
             num_tokens += images[-1].num_tokens - 1
-            if num_tokens >= processor.max_model_len:  # other images are not read, because that may take long
+            if num_tokens >= processor.max_model_len:  # other images are not read, because that may be slow
                 bound = f"must be fewer than {processor.length_bound}"
                 raise ValueError(f"prompt: has at least {num_tokens} tokens; {bound}")
         token_ids = [*_expanded(token_ids, images, image_token_id)]

@@ -16,14 +16,14 @@ from urllib.parse import quote, unquote, urlsplit
 if TYPE_CHECKING:
     from nanovllm.config import Config
 
-MAX_SECONDS = 5.0  # of a download, and before it of connecting
+MAX_SECONDS = 5.0  # for connecting, and again for the download
 NAT64 = ipaddress.ip_network("64:ff9b::/96")  # a gateway may send these to private IPv4 addresses
 PORTS = {"http": 80, "https": 443}
 ESCAPES = {"%2B": "+", "%2F": "/", "%3D": "="}  # of the characters of base64
 
 
 def fetch(url: str, config: "Config", max_bytes: int) -> bytes:
-    """Return the bytes that a URL names. Raises ValueError if the bytes can't be read, or may not be read."""
+    """Return the bytes that a URL names. Raises ValueError if the bytes can't be read, or must not be read."""
     scheme = url[:8].partition(":")[0].lower()
     if scheme == "data":
         return _decode(url, max_bytes)
@@ -68,7 +68,7 @@ def read_file(path: Path, name: str, max_bytes: int, is_regular: bool = False) -
     """
     try:
         if is_regular and not path.is_file():
-            raise ValueError(f"{name}: is no file")
+            raise ValueError(f"{name}: is not a file")
         with path.open("rb") as file:
             data = file.read(max_bytes + 1)
     except OSError as error:

@@ -45,7 +45,7 @@ class PromptImages:
     """The images of a prompt, in order. All answers to the prompt share this object."""
 
     def __init__(self, images: Sequence[PromptImage], token_ids: Sequence[int], image_token_id: int):
-        """`token_ids` must contain `image_token_id` once for each token of each image, at consecutive places."""
+        """`token_ids` must contain `image_token_id` once for each token of each image, at consecutive indices."""
         self.placed: list[PlacedImage] = []
         self.num_prompt_tokens = len(token_ids)
         ids, end = np.asarray(token_ids), 0

@@ -1,6 +1,6 @@
 """The vision tower of Qwen3-VL and Qwen3.5, which maps an image's patches to embeddings of tokens (arXiv:2511.21631).
 
-Every rank has the whole tower, and computes one image at a time, so an image's embeddings depend on no other image.
+Every rank has the whole tower, and encodes one image at a time, so an image's embeddings depend on no other image.
 """
 
 import torch

@@ -23,7 +23,7 @@ from nanovllm.vision.tower import VisionTower
 class ImageStore:
     """The embeddings of images on a rank's device, by digest.
 
-    If the store is full, the least recently used embeddings are removed. Rank 0 decides which images are computed and
+    If the store is full, the least recently used embeddings are removed. Rank 0 decides which images are encoded and
     which are removed, and tells the other ranks.
     """
 

@@ -28,7 +28,7 @@ def vllm_settings(model: str, settings: dict) -> dict:
     names += [name for name in ("max_num_seqs", "max_num_batched_tokens") if name in settings]
     arguments = {"dtype": str(config.dtype).removeprefix("torch."), **{name: getattr(config, name) for name in names}}
     if config.model_config.hybrid and config.model_config.hybrid.is_nested:
-        arguments["language_model_only"] = True  # we have no vision parts either
+        arguments["language_model_only"] = True  # our shape has no vision part either
     if config.task != "generate":
         arguments["runner"] = "pooling"
     if config.swap_space:

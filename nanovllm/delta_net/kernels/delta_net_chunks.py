@@ -81,7 +81,7 @@ def _store(ptr, stride, first, end, column, d, DIM: tl.constexpr, x):
 
 @triton.jit
 def _state_at(states_ptr, seq, first, head, d, e, HEADS: tl.constexpr):
-    """Return pointers to a head's state, stored transposed, at the beginning of a chunk."""
+    """Return pointers to a head's state (stored transposed) at the beginning of a chunk."""
     place = (seq + first // CHUNK).to(tl.int64) * HEADS.num_values + head
     return states_ptr + place * (HEADS.key_dim * HEADS.value_dim) + (d[:, None] * HEADS.value_dim + e[None, :])
 
@@ -104,7 +104,7 @@ def _of_head(gates, n):
 def _chunks_kernel(rule_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.constexpr):
     """Each program computes `tile` value heads of a chunk.
 
-    Let T be the inverse of the triangular system. The kernel replaces v by T (beta v), and computes w = T (beta decay
+    Let T be the inverse of the triangular system. The kernel replaces v with T (beta v), and computes w = T (beta decay
     k). The part of v that the state already returns is w times the state. The next kernel subtracts w times the state.
     """
     gdc_launch_and_wait(PDL)
@@ -141,7 +141,7 @@ def _chunks_kernel(rule_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.co
 def _states_kernel(x_rows, rule_ptrs, seq_ptrs, state_ptrs, stride, PLAN: tl.constexpr, PDL: tl.constexpr):
     """Each program computes `tile` values of one head of one sequence, from the first chunk to the last.
 
-    The kernel replaces v by the error of the state: v minus w times the state.
+    The kernel replaces v with the error of the state: v minus w times the state.
     """
     gdc_launch_and_wait(PDL)
     HEADS: tl.constexpr = PLAN.heads

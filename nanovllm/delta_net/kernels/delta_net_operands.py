@@ -40,7 +40,7 @@ class Plan(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The inputs of a layer, whose rows may have any stride."""
+    """The inputs of a layer. The rows may have any stride."""
 
     qkvz: torch.Tensor
     stride: int

@@ -26,7 +26,8 @@ TILE = 8  # tokens whose inputs or norms are computed together
 
 @triton.jit
 def _through_tokens(state, rule_ptrs, head, key_at, begin, end, shift, DTYPE: tl.constexpr, HEADS: tl.constexpr):
-    """Return the state after the tokens from `begin` to `end`, and replace each token's value v by the token's output.
+    """Process the tokens from `begin` to `end`. Return the final state, and replace each token's value v with its
+    output.
 
     The state is rounded to DTYPE after each token, so the result does not depend on when the state is stored.
     """

@@ -127,7 +127,7 @@ def _decode_kernel(
     largest = tl.full([1, GROUP_PAD], NO_KEYS, tl.float32)
     b = tl.arange(0, NUM_IDS)
     for first_block in range(begin // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE), NUM_IDS):
-        # load many block ids at once: a load per tile would stall the pipeline of tiles
+        # load many block ids together: a load per tile would stall the pipeline of tiles
         block_ids = tl.load(table_ptr + first_block + b, (first_block + b) * BLOCK_SIZE < end, 0)
         known_end = tl.minimum((first_block + NUM_IDS) * BLOCK_SIZE, end)
         for tile in tl.range(tl.maximum(first_block * BLOCK_SIZE, begin), known_end, TILE, num_stages=STAGES):

@@ -228,7 +228,7 @@ def _decode_kernel(
     b = tl.arange(0, NUM_IDS)
     key = n * (KV_HEADS * HEAD_DIM)  # offsets of the keys of a tile from the first key
     for first_block in range(begin // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE), NUM_IDS):
-        # load many block ids at once: a load per tile would stall the pipeline of tiles
+        # load many block ids together: a load per tile would stall the pipeline of tiles
         block_ids = tl.load(table_ptr + first_block + b, (first_block + b) * BLOCK_SIZE < end, 0)
         known_end = tl.minimum((first_block + NUM_IDS) * BLOCK_SIZE, end)
         for tile in tl.range(tl.maximum(first_block * BLOCK_SIZE, begin), known_end, TILE, num_stages=STAGES):
@@ -277,7 +277,7 @@ def _decode_kernel(
 def fuses_qk_norm_rope(batch_size: int, kv_heads: int, device: torch.device) -> bool:
     """Return whether `decode_attention` should get qkv, and normalize, rotate and store the new token.
 
-    Fusing saves a kernel launch. If not all programs can run at once, fusing costs more time than it saves.
+    Fusing saves a kernel launch. If not all programs can run at the same time, fusing costs more time than it saves.
     """
     return batch_size * kv_heads <= 2 * num_sms(device)
 
@@ -313,11 +313,11 @@ def decode_attention(
     `block_tables[b]`.
 
     cache: `block_size` is a multiple of 16, and `head_dim` is a power of two, at least 16.
-    context_lens [B] and block_tables [B, W]: int32. All tensors except the block tables are contiguous.
+    context_lens, block_tables: [B] and [B, W] int32. All tensors except the block tables are contiguous.
     splits: the maximum number of splits per sequence, at most one per tile. The default number depends on
         `max_context_len`, an upper bound on `context_lens`. The longest sequences should come first, because programs
         start in the order of rows.
-    num_seqs [1] int32: the number of rows to compute, at least 1. Later rows of the result stay unchanged.
+    num_seqs: [1] int32, the number of rows to compute, at least 1. Later rows of the result stay unchanged.
     out: receives the result.
     tokens_per_row: the number of consecutive rows that belong to one sequence. These rows share a block table, and each
         row sees at least as many keys as the previous row.

@@ -104,7 +104,7 @@ def norm_rope_and_store(qkv: torch.Tensor, qk_norm_rope, slot_mapping: torch.Ten
     qk_norm_rope: (q weight, k weight, eps, cos_sin). The weights are [head_dim], or `None` if there is no norm.
         `cos_sin` [T, 2, N] float32 comes from FusedRotaryEmbedding, and defines the rotation of the first N elements of
         each head.
-    slot_mapping [T]: each token's index into the cache with flattened first two dimensions, or -1 to store nothing
+    slot_mapping: [T], each token's index into the cache with flattened first two dimensions, or -1 to store nothing
     """
     num_tokens, num_rows, head_dim = qkv.shape
     layout = CacheLayout(*cache.k.shape[1:])

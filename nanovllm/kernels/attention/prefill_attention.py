@@ -194,11 +194,11 @@ def prefill_attention(
     last `window` tokens up to its own position. The cache already contains all `context_lens[b]` tokens of sequence b,
     including the tokens of this step.
 
-    q [T, heads, head_dim]: the queries of the last tokens of B sequences, contiguous. At most 64 query heads share a
+    q: [T, heads, head_dim], the queries of the last tokens of B sequences, contiguous. At most 64 query heads share a
         key-value head.
-    cu_seqlens_q [B + 1]: where the queries of each sequence begin.
-    cache, context_lens [B], block_tables: as in `decode_attention`.
-    query_tiles [N, 2] int32: pairs (sequence, first query), in the order in which their programs start. A tile covers
+    cu_seqlens_q: [B + 1], where the queries of each sequence begin.
+    cache, context_lens, block_tables: as in `decode_attention`.
+    query_tiles: [N, 2] int32, pairs (sequence, first query), in the order in which their programs start. A tile covers
         at most `query_tile_size` queries. Pairs with sequence -1 are skipped.
     out: receives the result. Rows without a tile stay unchanged.
     """

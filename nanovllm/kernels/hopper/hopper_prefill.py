@@ -158,7 +158,7 @@ def _scores(q, keys, i, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _add_values(acc, p, values, i, SHAPE: gl.constexpr):
-    """Start to add weights p times the i-th tile of values to `acc`. Pass both results to `warpgroup_mma_wait`."""
+    """Start adding p (weights) times the i-th tile of values to `acc`. Pass both results to `warpgroup_mma_wait`."""
     weights = gl.convert_layout(p.to(values[0].dtype), gl.DotOperandLayout(0, sums_of(SHAPE.head_dim), 2))
     mbarrier.wait(values[1].index(i % 2), i // 2 & 1)
     return hopper.warpgroup_mma(weights, values[0].index(i % 2), acc, is_async=True), weights

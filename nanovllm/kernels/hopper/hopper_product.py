@@ -89,7 +89,7 @@ def _load_scales(scale_ptrs, tile, k, sizes, W: gl.constexpr, PLAN: gl.constexpr
     rows = row + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
     x = gl.load(x_ptr + k * stride + gl.minimum(rows, sizes[0] - 1))
     # The addresses of the weights' scales are the same for all threads, but the compiler must not know this. Otherwise,
-    # it would move the scales to uniform registers, and wait for the loads at once.
+    # it would move the scales to uniform registers, and wait for the loads immediately.
     at = w_ptr + k + gl.minimum(rows, 0)
     blocks = PLAN.k // BLOCK
     return x, gl.load(at + _block(n, 0, sizes, PLAN) * blocks), gl.load(at + _block(n, 1, sizes, PLAN) * blocks)

@@ -3,7 +3,7 @@
 PDL hides a kernel's launch latency and the latency of the kernel's first reads. Every dependent kernel obeys this
 contract:
 
-- The kernel lets the next kernel start at once (`gdc_launch_dependents`). The kernel waits (`gdc_wait`) until the
+- The kernel lets the next kernel start immediately (`gdc_launch_dependents`). The kernel waits (`gdc_wait`) until the
   previous kernel is complete and that kernel's writes are visible. A program without work may return without waiting,
   but at least one program must wait. So when a kernel is complete, all earlier kernels are complete too.
 - Before the kernel waits, it writes nothing. Before its wait, the kernel may prefetch any address, but may read only

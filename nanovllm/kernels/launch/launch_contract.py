@@ -41,7 +41,7 @@ class _Body:
         parameters = [argument.arg for argument in self.node.args.args]
         if roots_of_arguments is None:  # a kernel, not a function that it calls
             roots_of_arguments = [{name} if name.endswith(ADDRESS_ENDINGS) else set() for name in parameters]
-        # local name -> the kernel's pointer parameters that an address in it may be derived from
+        # local name -> its roots: the kernel's pointer parameters from which an address in it may be derived
         self.roots = dict(zip(parameters, roots_of_arguments))
         self.reads: set[str] = set()
         self.returned: set[str] = set()  # the roots of what the function returns

@@ -1,7 +1,7 @@
 """RMS norm kernels.
 
-The kernels can add split-K summands and a residual before the norm, and can quantize the norm's result. The sum of the
-summands may have a norm of its own, before the residual is added.
+The kernels can add split-K summands and a residual before the norm, and can quantize the norm's result. Before the
+residual is added, a separate norm may be applied to the sum of the summands.
 """
 
 import torch
@@ -75,8 +75,8 @@ def rms_norm(
     x, the residual and the result are [T, N] and contiguous. Without a residual, normalize x. With `split_k` > 1, x is
     [split_k, T, N], to be summed over the first dimension.
 
-    `own_norm` is (weight [N], factor [1]). If they are given, the norm of x with this weight, times the factor,
-    replaces x before the residual is added.
+    `own_norm` is (weight [N], factor [1]). If it is given, the norm of x with this weight, times the factor, replaces x
+    before the residual is added.
     """
     out = torch.empty(x.shape[-2:], dtype=x.dtype, device=x.device)
     _store_norm(x, weight, eps, residual, split_k, x.shape[-1], (out, None), 0, own_norm)

@@ -71,7 +71,7 @@ def _adapter_summands(adapter_ptrs, part, n, is_n, k, N, SHAPE: tl.constexpr):
 
 @triton.jit
 def _load_if(ptr, at, inside, OTHERWISE: tl.constexpr):
-    """Load elements of a norm's weight or of a bias, or OTHERWISE if the tensor is missing."""
+    """Return elements of a norm's weight or of a bias, or OTHERWISE if the tensor is missing."""
     return tl.load(ptr + at, inside, 0.0).to(tl.float32) if ptr is not None else OTHERWISE
 
 
@@ -185,7 +185,7 @@ def gemv(
         tiles = tiles._replace(tile_n=min(MAX_OUTPUTS, tiles.tile_n))
         shape = AdapterShape(len(adapter.h), len(adapter.ends), adapter.b.shape[2], adapter.ranks.stride(0))
     assert adapter is None or norm_weight is None
-    # with so few registers, more programs run at once; with larger tiles or an adapter, registers would spill
+    # with so few registers, more programs fit; with larger tiles or an adapter, registers would spill
     is_short = k <= tiles.tile_k and act is None and adapter is None
     constants = dict(K=k, TILES=tiles, ACT=act, ADAPTER=shape, maxnreg=64 if is_short else None)
     launch(_gemv_kernel, (-(-n // tiles.tile_n),), x.device, shared)(

@@ -103,9 +103,9 @@ def _probe(quarters, iteration, low, high, row, LOW: tl.constexpr):
 
 @triton.jit
 def _search(row, lower_bound, target, BY_MASS: tl.constexpr, LOW: tl.constexpr):
-    """Find the smallest number >= `lower_bound` such that the entries above the number amount to less than `target`.
+    """Find the smallest number >= `lower_bound` for which the amount above the number is less than `target`.
 
-    Return the number and this amount: a count of entries or, with BY_MASS, the sum of the entries' weights (see
+    Return the number and the amount, which is a count of entries or, with BY_MASS, the sum of their weights (see
     `_sum_above`).
     """
     low, high = _key(lower_bound, LOW), _key(row.max, LOW)

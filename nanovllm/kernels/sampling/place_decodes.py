@@ -3,8 +3,8 @@
 `place_decodes` and `accept` are defined in batches/request_tables.py, and `place_chains` in spec_decode/rows.py.
 
 All these kernels are ordinary launches. Attention reads the slots, lengths and block tables of `place_decodes` before
-it waits. This early read is safe, because the embedding is an ordinary launch between `place_decodes` and attention
-(dependent_launch.py).
+it waits. This early read is safe, because the embedding kernel runs between `place_decodes` and attention, and is an
+ordinary launch (see dependent_launch.py).
 """
 
 import torch

@@ -56,7 +56,7 @@ def group_rows(slots: torch.Tensor, num_slots: int) -> RowGroups:
     else:
         in_order, order = slots.sort(stable=True)
         groups = RowGroups(order.int(), torch.searchsorted(in_order, bounds, out_int32=True))
-    torch.zeros_like(bounds)  # an ordinary launch without a result, because early reads might not see the last one's
+    torch.zeros_like(bounds)  # an ordinary launch, because early reads might not see the last one's results
     return groups
 
 
@@ -187,7 +187,7 @@ def _expand_kernel(
 def _expand_swiglu_kernel(
     h_ptr, b_ptr, rank_ptrs, group_ptrs, y_ptr, out_ptr, T, N, TILES: tl.constexpr, PDL: tl.constexpr
 ):
-    # A program computes [tile_m, loops * tile_n] of SwiGLU, also for rows without an adapter.
+    # A program computes [tile_m, loops * tile_n] of SwiGLU, even for rows without an adapter.
     gdc_launch_dependents(PDL)
     ALIGNMENT: tl.constexpr = TILES.alignment
     half = tl.multiple_of(N // 2, ALIGNMENT)
@@ -258,7 +258,7 @@ def _num_row_tiles(num_rows: int, tiles: LoRATiles) -> int:
 
 
 def _shared(num_rows: int) -> int:
-    """Return the same percentage of shared memory as that of the kernels before and after: see `launch`."""
+    """Return the percentage of shared memory that the kernels before and after use: see `launch`."""
     return 50 if num_rows <= FEW_ROWS else 100
 
 

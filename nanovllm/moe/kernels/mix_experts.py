@@ -43,7 +43,7 @@ def sum_by_gemm(x, experts, weights, expert_ids, packed=packed_experts):
 
 
 def expert_linear(x, experts, name, expert_ids):
-    """Multiply each row of x [P, inputs] by its expert's weight, as the second GEMM of tokens with a single choice."""
+    """Multiply each row of x [P, inputs] by its expert's weight, as the second GEMM does for tokens with one choice."""
     if len(x) == 0:
         return NotImplemented
     is_down, form = name == "down_proj", experts.format
@@ -68,7 +68,7 @@ def suits_gemv(experts) -> bool:
 def _parts(rows, routing, experts, packed):
     """Compute the results of each token's experts with grouped GEMMs: [top_k, T, hidden].
 
-    `packed` computes them for 4-bit weights.
+    `packed` is the function for 4-bit weights.
     """
     stacks, first = experts.format.stacks(experts), experts.first_expert
     terms = (experts.gate_up_proj_bias, experts.down_proj_bias), experts.activation

@@ -1,6 +1,6 @@
 """Mixture of experts for a few tokens: matrix-vector multiplications with the chosen experts' weights.
 
-With 8-bit weights, a thread loads LANE adjacent values at once, all from the same scale block.
+With 8-bit weights, a thread loads LANE adjacent values together, all from the same scale block.
 """
 
 from typing import NamedTuple

@@ -192,7 +192,7 @@ def _count_kernel(ids_ptr, rows_ptr, num_pairs, first_expert, SIZES: tl.constexp
 def _scan_kernel(rows_ptr, num_shares, SIZES: tl.constexpr, PDL: tl.constexpr):
     """In each program, count the rows of one expert in all shares, and store the number in the first share.
 
-    In each share, replace the expert's first row by the number of preceding rows that belong to other shares.
+    In each share, replace the expert's first row with the number of preceding rows that belong to other shares.
     """
     gdc_launch_and_wait(PDL)
     share = tl.arange(0, MAX_SHARES)

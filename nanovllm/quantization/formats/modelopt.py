@@ -1,4 +1,4 @@
-"""Reads the NVFP4 and FP8 of NVIDIA Model Optimizer.
+"""Reads the formats NVFP4 and FP8 of NVIDIA Model Optimizer.
 
 NVFP4 has e2m1 values, an e4m3 scale for each group of 16 inputs, and a global scale. Activations stay in the model's
 dtype. FP8 has a scale for each weight matrix.

@@ -2,7 +2,7 @@
 
 packed.py defines the layout of W. A block has 128 inputs. One warp loads blocks, and each of two warpgroups multiplies
 64 rows of W by all tokens of a tile. The two warpgroups have either different rows, or the same rows and alternate
-blocks. With the same rows, more programs run, so that few tokens keep all multiprocessors busy.
+blocks. If they have the same rows, more programs run, which keeps all multiprocessors busy even with few tokens.
 
 A warpgroup converts the weights in registers, because the first operand of its matmuls is in registers. A warpgroup
 converts the second half of a block while the tensor cores multiply the first half. Each thread converts the codes that

@@ -34,7 +34,7 @@ class Session(Replica):
             while True:
                 message = decode_from_front(self._channel.receive())
                 if message.problem:  # the front has a problem after its start, so it ends, and is restarted
-                    logger.error("an HTTP process can't go on: %s", message.problem)
+                    logger.error("an HTTP process can't continue: %s", message.problem)
                 self._submit(self._decoded(message.requests))
                 if message.discarded:
                     self.discard(message.discarded)
@@ -45,7 +45,7 @@ class Session(Replica):
         except OSError:
             pass  # the front has ended
         except Exception:
-            logger.exception("a message of a front can't be carried out, and the front is started again")
+            logger.exception("a message from a front can't be processed, and the front is restarted")
         finally:
             self.discard({*self._requests, *self._in_grammar_thread})
             self.close()

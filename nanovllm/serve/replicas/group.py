@@ -32,8 +32,8 @@ class ReplicaGroup:
     request, the request itself may be the cause. Such a request is called a poison request, and runs alone on a
     replica. Poison requests run one at a time.
 
-    A replica is given up after MAX_FAILURES consecutive losses. A loss during a poison request is not counted as a loss
-    of the replica. The count of losses starts again when the replica finishes a request, or after a few minutes of
+    A replica is not restarted after MAX_FAILURES consecutive losses. A loss during a poison request is not counted as a
+    loss of the replica. The count of losses starts again when the replica finishes a request, or after a few minutes of
     uptime. If no replica is left, every request fails with an EngineDeadError that states the cause of the last loss.
     """
 
@@ -317,6 +317,6 @@ class ReplicaGroup:
 
 
 def _all_lost(error: Exception) -> EngineDeadError:
-    dead = EngineDeadError(f"all replicas were lost {MAX_FAILURES} times in a row; the last one by {error!r:.2000}")
+    dead = EngineDeadError(f"all replicas were lost {MAX_FAILURES} times in a row; the last error: {error!r:.2000}")
     dead.__cause__ = error
     return dead

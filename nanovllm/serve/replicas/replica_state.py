@@ -1,4 +1,4 @@
-"""Defines the driver's record of a replica, which contains its process and its current requests."""
+"""Defines the driver's record of a replica: the replica's process and its current requests."""
 
 import asyncio
 import logging

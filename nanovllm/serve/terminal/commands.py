@@ -21,7 +21,7 @@ NO_ENGINE_FLAGS = ("model", "seed")  # here, --seed is the seed of the sampling
 
 def _add_settings(parser: argparse.ArgumentParser, sampling: tuple[str, ...], is_chat: bool) -> None:
     skip = {name for name in SamplingParams.__dataclass_fields__ if name not in sampling}
-    title = "sampling (the model's own recommendation comes before these defaults)"
+    title = "sampling (the model's own recommendations override these defaults)"
     defaults = {"max_tokens": "as long as the context"} if is_chat else {}
     add_flags(parser, SamplingParams, title, skip=skip, defaults=defaults)
     add_flags(parser, Config, "engine", skip=NO_ENGINE_FLAGS)
