@@ -27,7 +27,7 @@ KINDS = {  # kind: pattern of kernel names; the first match counts
     "|_(gate_up|down)_gemv_kernel",
     PRODUCTS: "gemm|gemv|nvjet|cutlass|splitK|_split_k_kernel|_product_kernel|_dequantize(_packed)?_kernel",
     "adapters": "_(shrink|expand|expand_swiglu)_kernel",
-    "norms & SwiGLU": "_norm_kernel|_silu_and_mul_kernel|_groups_kernel|_sigmoid_gate_kernel",
+    "norms & SwiGLU": "_norm_kernel|_norm_(columns|heads)_kernel|_groups_kernel|_sigmoid_gate_kernel",
     SAMPLER: "_penalize_kernel|_cutoff_kernel|_sample_split_kernel|_sample_reduce_kernel|_token_logprobs_kernel",
     REST: "",
 }
