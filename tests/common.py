@@ -51,6 +51,7 @@ from nanovllm.layers.sampler import gumbel_noise
 from nanovllm.reasoning.formats import FORMATS, HARMONY
 from nanovllm.reasoning.harmony import HarmonyMarkers
 from nanovllm.reasoning.stage import Markers
+from nanovllm.utils.double_buffer import DoubleBuffer
 from nanovllm.utils.loader import load_tokenizer
 from nanovllm.utils.model_files import BUNDLED
 from nanovllm.utils.partial_sum import PartialSum
@@ -121,6 +122,22 @@ class Peers(TensorParallel):
         self.parts = torch.full((split_k, num_rows, width), NAN, dtype=dtype, device=DEVICE)
         compute(self.parts)
         return PartialSum(self.parts, split_k)
+
+
+def one_peer(capacity: int = 4096):
+    """Return a PeerTensorParallel with memory of the CPU, of a single rank, whose layers take the path of two."""
+    from nanovllm.distributed.peer_memory import MAX_KEYS, MAX_PROGRAMS, PeerMemory, PeerTensorParallel
+
+    peers = object.__new__(PeerMemory)
+    peers.rank, peers.size, peers.capacity, peers._sum_buffers = 0, 1, capacity, DoubleBuffer(0, 1)
+    peers.keys_offset = 3 * MAX_PROGRAMS * 4
+    peers.sums_offset = peers.keys_offset + 8 * MAX_KEYS
+    peers.memory = torch.zeros(peers.sums_offset + 2 * peers.capacity, dtype=torch.uint8)
+    peers.addresses = torch.tensor([peers.memory.data_ptr()])
+    peers.aborted = torch.zeros(1, dtype=torch.int32)
+    tp = PeerTensorParallel(peers)
+    tp.size = 2
+    return tp
 
 
 class CharacterTokenizer:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import test_models
 import torch
-from common import CUDA, DEVICE
+from common import CUDA, DEVICE, one_peer
 from test_models import gelu_family  # noqa: F401  (a fixture)
 from torch import nn
 
@@ -517,6 +517,22 @@ def test_changed_parts_of_gemma(tmp_path, use_ops, name, change):
         assert len(kept[0]) > 4 and all(map(torch.equal, *kept))
     else:
         assert not torch.allclose(plain.step(STEPS[0], plain.model), before, rtol=1e-2)
+
+
+@pytest.mark.skipif(CUDA, reason="runs kernels in Triton's interpreter")
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gemma4", "gemma4-experts", "glm4", "olmo3"])
+def test_sums_in_peer_memory(tmp_path, use_ops, name):
+    """The kernels of norms complete the sums, before norms of the sums' own as well. A single rank is the only peer."""
+    if name not in MODULES:
+        pytest.skip("transformers 4")
+    folder, tp = make_folder(tmp_path / "model", name), one_peer(2**14)
+    plain, fused = (Runner(folder, "sdpa") for _ in range(2))
+    fuse(fused.model)
+    for module in fused.model.modules():
+        if isinstance(module, RowParallelLinear):
+            module.tp = tp
+    use_ops("norm_linear", "add_rms_norm", "add_normed", "rms_norm")
+    assert_same(plain, fused)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "gemma3", "gemma4", "glm4", "olmo3", "granite"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from common import assert_close
+from common import assert_close, one_peer
 from torch import nn
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, apply_rotary_pos_emb
@@ -39,7 +39,6 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
 from nanovllm.models import ModelConfig
 from nanovllm.utils.construction import constructing
 from nanovllm.utils.context import Context, attention_context
-from nanovllm.utils.double_buffer import DoubleBuffer
 from nanovllm.utils.partial_sum import PartialSum
 from nanovllm.utils.tensor_parallel import TensorParallel
 
@@ -637,17 +636,8 @@ def test_attention_from_qkv(monkeypatch, use_ops, path, has_norm):
 def test_layers_on_peer_memory(use_ops, rows):
     """The path through peer memory with a single rank, on memory of the CPU: sums, buffers that alternate, and keys."""
     use_ops("embed_shard", "norm_linear", "add_rms_norm")
-    from nanovllm.distributed.peer_memory import MAX_KEYS, MAX_PROGRAMS, PeerMemory, PeerTensorParallel
-
-    peers = object.__new__(PeerMemory)
-    peers.rank, peers.size, peers.capacity, peers._sum_buffers = 0, 1, 4096, DoubleBuffer(0, 1)
-    peers.keys_offset = 3 * MAX_PROGRAMS * 4
-    peers.sums_offset = peers.keys_offset + 8 * MAX_KEYS
-    peers.memory = torch.zeros(peers.sums_offset + 2 * peers.capacity, dtype=torch.uint8)
-    peers.addresses = torch.tensor([peers.memory.data_ptr()])
-    peers.aborted = torch.zeros(1, dtype=torch.int32)
-    tp = PeerTensorParallel(peers)
-    tp.size = 2  # layers then take the path of several ranks
+    tp = one_peer()
+    peers = tp.peers
     ids = torch.randint(32, (rows,))
     with constructing(tp):
         embedding, head = VocabParallelEmbedding(64, 24), ParallelLMHead(64, 24)

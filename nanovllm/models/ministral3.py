@@ -56,7 +56,9 @@ class Ministral3ForCausalLM(LlamaForCausalLM):
 
     @staticmethod
     def make_attention(config: ModelConfig, rotary_emb: RotaryEmbedding) -> nn.Module:
-        return (Ministral3Attention if config.details else LlamaAttention)(config, rotary_emb)
+        scale = config.details
+        is_scaled = scale is not None and config.max_position_embeddings > scale.length  # before, the factor is 1
+        return (Ministral3Attention if is_scaled else LlamaAttention)(config, rotary_emb)
 
     @staticmethod
     def read_config(raw: dict, file: Path) -> dict:
