@@ -69,7 +69,11 @@ def hash_compiler() -> None:
 
 
 def memory_left(runner: "CUDAModelRunner", memory_before: int) -> int:
-    """Return the cache's size limit in bytes: this rank's share of device memory minus the peak of the largest step."""
+    """Return how many bytes the cache may use.
+
+    The limit is `gpu_memory_utilization` of the device's memory minus the peak memory of the largest step, and at most
+    the memory that is free.
+    """
     config = runner.config
     peak = peak_of_largest_step(runner)
     free, total = torch.cuda.mem_get_info(runner.device)

@@ -51,7 +51,7 @@ def delta_net_drafts(qkvz, ba, layer: GatedDeltaNet, states: State, rows, contex
 
 
 def _replay(layer: GatedDeltaNet, states: State, rows: torch.Tensor, counts: torch.Tensor) -> None:
-    """For each sequence b, update the state in row `rows[b]` with the first `counts[b]` kept drafts."""
+    """Advance the state in row `rows[b]` of each sequence b by the first `counts[b]` of its stored drafts."""
     some = counts.nonzero()[:, 0]
     if not len(some):
         return

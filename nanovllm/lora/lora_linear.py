@@ -119,7 +119,7 @@ class LoRAFormat(WeightFormat):
         return self.base.best_split_k(layer, x, max_split_k)
 
     def factors(self, layer: LinearBase, x: NormInput) -> None:
-        """Return None, because only `linear` and `norm_linear` add the results of adapters."""
+        """Return None, so that no other kernel computes this matmul, which would lack the results of adapters."""
 
     def _fuses(self, x: torch.Tensor) -> bool:
         return len(x) == 1 and type(self.base) is WeightFormat

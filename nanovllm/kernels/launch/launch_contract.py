@@ -89,7 +89,10 @@ class _Body:
                     self.roots[node.id] = self.roots.get(node.id, set()) | roots
 
     def address_roots(self, node: ast.AST) -> set[str]:
-        """Record the reads in `node`. Return the pointer parameters from which addresses in `node` are derived."""
+        """Add the memory reads in `node` to `self.reads`.
+
+        Return the pointer parameters from which addresses in `node` are derived.
+        """
         if isinstance(node, ast.Name):
             return self.roots.get(node.id, set())
         if isinstance(node, ast.Call):
