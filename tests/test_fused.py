@@ -69,6 +69,7 @@ FAMILIES = [
     "gemma4-shared",
     "smollm3",
     "glm4",
+    "granite",
     "ministral3",
     "olmo3",
     "qwen3",

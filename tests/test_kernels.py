@@ -511,6 +511,11 @@ def test_rms_norm_of_a_norm(with_factor, parts, num_rows, size, dtype):
         found, summed = ops.add_rms_norm(total, before.clone(), weight, eps)
         assert_close(summed, residual)
         assert_close(found, rms_norm_reference(summed, weight, eps))
+    scaled = NormedSum(total.total, factor=torch.tensor([0.3]).to(DEVICE, dtype))  # without a norm of its own
+    found, summed = ops.add_rms_norm(scaled, before.clone(), weight, 1e-6)
+    product = x.double().sum(0) * scaled.norm[2].double()
+    assert_close(scaled.reduce(), product)
+    assert_close(summed, product + before.double(), 4)
     found, summed = ops.add_rms_norm(total, None, weight, 1e-6)
     assert_close(summed, normed)
     assert_close(found, rms_norm_reference(summed, weight, 1e-6))

@@ -34,6 +34,8 @@ FORMS = {
     "nanovllm.models.gemma3_text:Gemma3DecoderLayer.forward": "family_layers:FusedGemma3Layer",
     "nanovllm.models.shared.gemma4_layers:Gemma4DecoderLayer.forward": "family_layers:FusedGemma4Layer",
     "nanovllm.models.gemma4_text:Gemma4Attention.forward": "family_attention:FusedGemma4Attention",
+    "nanovllm.models.granite:GraniteDecoderLayer.forward": "family_layers:FusedGraniteLayer",
+    "nanovllm.models.smollm3:NoRope.forward": "forms:FusedNoRope",
     "nanovllm.models.glm4:Glm4DecoderLayer.forward": "family_layers:FusedGlm4Layer",
     "nanovllm.models.ministral3:Ministral3Attention.forward": "family_attention:FusedMinistral3Attention",
     "nanovllm.models.olmo3:Olmo3Attention.forward": "family_attention:FusedOlmo3Attention",

@@ -1,5 +1,6 @@
 """Defines fused forms of decoder layers in which the outputs of attention and MLP get norms before they are added."""
 
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any, ClassVar
 
@@ -67,6 +68,19 @@ class FusedGemma4Layer(FusedGemma3Layer):
     def finish(self: Any, x: PartialSum, residual: torch.Tensor) -> tuple[PartialSum, torch.Tensor]:
         x = x.times(self.layer_scalar) if isinstance(x, NormedSum) else PartialSum(x.reduce() * self.layer_scalar)
         return x, residual.mul_(self.layer_scalar)
+
+
+class FusedGraniteLayer(FusedDecoderLayer):
+    """Replaces `GraniteDecoderLayer.forward`, which multiplies the outputs of attention and MLP by a factor."""
+
+    def prepare(self: Any) -> None:
+        weight = self.input_layernorm.weight
+        self.register_buffer("factor_tensor", torch.full((1,), self.factor, device=weight.device), persistent=False)
+
+    def fused(self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope) -> tuple[PartialSum, torch.Tensor]:
+        normed, scaled = self.input_layernorm(x, residual), partial(NormedSum, factor=self.factor_tensor)
+        normed = self.post_attention_layernorm(scaled(self.mix(normed, rope)), normed.residual)
+        return scaled(run_fused(self.mlp, normed)), normed.residual
 
 
 class FusedGlm4Layer(FusedGemma3Layer):

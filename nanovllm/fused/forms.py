@@ -66,6 +66,21 @@ class FusedMRotaryEmbedding(FusedRotaryEmbedding):
         return Rope(positions, self.look_up(self.kernel_table, positions))  # type: ignore[attr-defined]
 
 
+class FusedNoRope(FusedRotaryEmbedding):
+    """Replaces `NoRope.forward`. All cosines are 1, and all sines are 0."""
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        return True
+
+    def prepare(self) -> None:
+        """There is no table."""
+
+    def rows(self, positions: torch.Tensor) -> Rope:
+        cos = torch.ones(len(positions), 1, 2, dtype=torch.float32, device=positions.device)
+        return Rope(positions, torch.cat((cos, 0 * cos), 1))
+
+
 class FusedRMSNorm(Fused):
     """Replaces `RMSNorm.forward`. The norm of a PartialSum is deferred to the layer that reads the norm."""
 

@@ -19,14 +19,18 @@ def add_rms_norm(
 
 
 class NormedSum(PartialSum):
-    """A deferred norm of a sum, times a factor [1]. The kernel of the next norm computes it, then adds the residual."""
+    """A deferred norm of a sum, times a factor [1]. The kernel of the next norm computes it, then adds the residual.
+
+    Without a norm, only the multiplication is deferred.
+    """
 
     __slots__ = ("norm", "total")
 
-    def __init__(self, total: PartialSum, norm: Any):
-        """`norm` is a FusedRMSNorm."""
+    def __init__(self, total: PartialSum, norm: Any = None, factor: torch.Tensor | None = None):
+        """`norm` is a FusedRMSNorm. Either `norm` or `factor` is given."""
         super().__init__(total.parts, total.split_k)
-        self.total, self.norm = total, (norm.weight, norm.eps, None)
+        self.total = total
+        self.norm = (None, 0.0, factor) if norm is None else (norm.weight, norm.eps, factor)
 
     @property
     def tensor(self) -> None:
@@ -40,8 +44,8 @@ class NormedSum(PartialSum):
     def reduce(self) -> torch.Tensor:
         """Compute the norm [T, N], times the factor."""
         weight, eps, factor = self.norm
-        normed, _ = add_rms_norm(self.total, None, weight, eps)
-        return normed if factor is None else normed * factor
+        y = self.total.reduce() if weight is None else add_rms_norm(self.total, None, weight, eps)[0]
+        return y if factor is None else y * factor
 
     def finish(self) -> PartialSum:
         """Return the result of `reduce` as a sum."""

@@ -84,7 +84,7 @@ def own_norm_of(x, residual, eps):
     if x.norm is None:
         return x, NO_OWN_NORM
     own_weight, own_eps, factor = x.norm
-    if residual is None or x.total.barrier is not None or own_eps != eps:
+    if residual is None or x.total.barrier is not None or (own_weight is not None and own_eps != eps):
         return x.finish(), NO_OWN_NORM
     return x.total, (own_weight, factor)
 

@@ -21,9 +21,10 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
+        no_rope = NoRope()
         for layer, has_rope in zip(self.model.layers, config.details, strict=True):
             if not has_rope:
-                layer.self_attn.rotary_emb = NoRope()
+                layer.self_attn.rotary_emb = no_rope
 
     @staticmethod
     def read_config(raw: dict, file: Path) -> dict:

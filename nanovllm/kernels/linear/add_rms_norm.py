@@ -30,6 +30,7 @@ def _rms_norm_kernel(
     weight = tl.load(weight_ptr + col, inside, 0.0).to(tl.float32) if weight_ptr is not None else 1.0
     if own_weight_ptr is not None:
         own_weight = tl.load(own_weight_ptr + col, inside, 0.0).to(tl.float32)
+    if own_weight_ptr is not None or factor_ptr is not None:
         factor = tl.load(factor_ptr).to(tl.float32) if factor_ptr is not None else 1.0
     gdc_wait(PDL)
     x = tl.load(x_ptr + at, inside, 0.0).to(tl.float32)
@@ -38,8 +39,9 @@ def _rms_norm_kernel(
     if residual_ptr is not None:
         DTYPE: tl.constexpr = residual_ptr.dtype.element_ty
         residual = tl.load(residual_ptr + at, inside, 0.0).to(tl.float32)
-        if own_weight_ptr is not None:  # rounded as in separate kernels
+        if own_weight_ptr is not None:
             x *= tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / GROUPS.n + eps) * own_weight
+        if own_weight_ptr is not None or factor_ptr is not None:  # rounded as in separate kernels
             x = (x.to(DTYPE).to(tl.float32) * factor).to(DTYPE).to(tl.float32)
         total = (x + residual).to(DTYPE)
         tl.store(residual_ptr + at, total, inside)
@@ -75,8 +77,8 @@ def rms_norm(
     x, the residual and the result are [T, N] and contiguous. Without a residual, normalize x. With `split_k` > 1, x is
     [split_k, T, N], to be summed over the first dimension.
 
-    `own_norm` is (weight [N], factor [1]). If it is given, the norm of x with this weight, times the factor, replaces x
-    before the residual is added.
+    `own_norm` is (weight [N], factor [1]), each of which may be None. With a weight, the norm of x replaces x before
+    the residual is added. With a factor, x is then multiplied by the factor.
     """
     out = torch.empty(x.shape[-2:], dtype=x.dtype, device=x.device)
     _store_norm(x, weight, eps, residual, split_k, x.shape[-1], (out, None), 0, own_norm)
