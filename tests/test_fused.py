@@ -81,6 +81,15 @@ FAMILIES = [
 ]
 
 
+FORMATS_BY_KERNELS = (
+    ("llama-biases", "fp8"),
+    ("gemma3", "fp8"),
+    ("gemma4", "int8"),
+    ("qwen3-moe", "int8"),
+    ("llama-biases", "int4"),
+)
+
+
 def make_folder(folder: Path, name: str) -> str:
     return MODULES[name].make_checkpoint(folder, name)
 
@@ -240,12 +249,9 @@ def test_plain_modules_are_in_the_table_of_models(tmp_path):
 @pytest.mark.parametrize(
     "name, quantization",
     [
-        *((name, None) for name in FAMILIES if name in MODULES),
-        ("llama-biases", "fp8"),
-        ("gemma3", "fp8"),
-        ("gemma4", "int8"),
-        ("qwen3-moe", "int8"),
-        ("llama-biases", "int4"),
+        (name, quantization)
+        for name, quantization in (*((name, None) for name in FAMILIES), *FORMATS_BY_KERNELS)
+        if name in MODULES
     ],
 )
 def test_fused_forms_by_their_kernels(tmp_path, use_ops, monkeypatch, name, quantization):
