@@ -42,7 +42,7 @@ class Formats(NamedTuple):
         is_known = self.tool_calls is not None or not body.tools or body.tool_choice not in (None, "auto")
         require(is_known, "tools: the format of this model's calls is unknown: see --tool-call-parser")
         params = self.budget_params(body)
-        if self.reasoning_parser is not None and (has_structure or body.stop):  # others need none
+        if self.reasoning_parser is not None and (has_structure or body.stop):  # other requests need no parser
             params["reasoning_parser"] = self.reasoning_parser
         if self.special and (body.tools or self.reasoning is not None):
             params["skip_special_tokens"] = False
