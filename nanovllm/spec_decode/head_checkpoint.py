@@ -146,7 +146,7 @@ def read_mtp_tensors(folder: Path, quantization: Any) -> dict[str, torch.Tensor]
 
 
 def _dequantized(name: str, tensors: dict[str, torch.Tensor], quantization: Any, folder: Path) -> torch.Tensor:
-    """Return the weight `name` times the weight's scales, which are removed from `tensors`."""
+    """Return the weight `name`, multiplied by its scales. Remove the scales from `tensors`."""
     module, values = name.removesuffix(".weight"), tensors[name]
     scheme = quantization.scheme_of(module)
     scales = tensors.pop(f"{module}.{scheme.scale_name}", None) if scheme else None
