@@ -182,7 +182,8 @@ def penalize(logits: torch.Tensor, rows: SamplingRows, tables: EditTables) -> No
     if (has_mask := rows.column("has_allowed_ids")).any():
         masked = has_mask.nonzero().flatten()
         num_masks = tables.allowed_masks.shape[1]
-        last = F.pad(rows.req_indices, (num_masks - 1, 0), value=-1).unfold(0, num_masks, 1)  # [S, masks], each row last
+        # [S, masks]: the request indices of the preceding rows, and last that of the row itself
+        last = F.pad(rows.req_indices, (num_masks - 1, 0), value=-1).unfold(0, num_masks, 1)
         places = (last == rows.req_indices[:, None]).sum(1) - 1  # the position of each row among its request's rows
         masks = tables.allowed_masks[rows.req_indices[masked], places[masked]].view(torch.uint8).unsqueeze(-1)
         is_allowed = (masks & (1 << torch.arange(8, device=masks.device)).to(torch.uint8)).flatten(1).bool()
