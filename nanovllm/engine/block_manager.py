@@ -124,7 +124,7 @@ class BlockManager:
         return not self.needs_block(seq, seq.num_tokens) or self.num_free > 0
 
     def may_append(self, seq: Sequence, num_tokens: int | None = None) -> None:
-        """Add a block to `seq` if it needs one to hold `num_tokens` tokens (by default, `seq.num_tokens`)."""
+        """Add a block to `seq` if its blocks can't hold `num_tokens` tokens (by default, `seq.num_tokens`)."""
         if self.needs_block(seq, num_tokens or seq.num_tokens):
             seq.block_table.append(self._allocate_block())
 

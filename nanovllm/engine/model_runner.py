@@ -265,7 +265,7 @@ class ModelRunner:
         return logit_cutoffs(logits, rows)
 
     def sampling_rows(self, x: SamplerInput) -> SamplingRows:
-        """Return the sampled rows' data for features and filters."""
+        """Return the data of the sampled rows that features and filters read."""
         params, scratch = self.int_tensor(params_rows(self._sampled_seqs)), torch.zeros_like(x.req_indices)
         return SamplingRows(params, x.req_indices, x.positions, x.block_tables, self._cached_token_ids, scratch)
 
@@ -295,7 +295,7 @@ class ModelRunner:
         self.features = {name: loaded[name] for name in [*FEATURES] if name in loaded}
 
     def start_features(self, step: ScheduledStep) -> dict[str, Arrays]:
-        """Prepare the arrays of a step's features and upload them. Return the host's copy."""
+        """Prepare the arrays of a step's features and upload them. Return the arrays on the host."""
         prepared = self.prepare_features(step)
         self.add_features(prepared)
         host_arrays: dict[str, Arrays] = {}

@@ -248,7 +248,7 @@ class MessagesAnswer(chat.ChatAnswer):
             yield {"type": "tool_use", "id": call["id"], "name": name, "input": arguments}
 
     def _add(self, block: dict[str, Any]) -> Iterator[bytes]:
-        """Yield the events of a block."""
+        """Yield the events for a block, or for the next piece of the open block."""
         kind = block["type"]
         if kind == "tool_use":
             yield from self._next_block(block | {"input": {}})

@@ -119,7 +119,7 @@ class StepRecorder:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the last frame contains no waiting or running sequence."""
+        """Whether no sequence was waiting or running at the last frame."""
         return not self._tables and not self._waiting[0]
 
     def frames_since(self, last: int) -> tuple[list[Frame], int]:

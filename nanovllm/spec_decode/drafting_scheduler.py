@@ -183,10 +183,9 @@ class DraftingScheduler(Scheduler):
             self._plan(seq, drafts, all_wait or (may_draft and not self.paces[seq].pause))
 
     def _hold_for_others(self) -> bool:
-        """Hold the sequences whose tokens have arrived, while other drafting sequences are still in flight.
+        """If other drafting sequences are still in flight, hold the sequences whose tokens have arrived.
 
-        Otherwise, the held sequences and the sequences in flight would run in alternating steps, and need twice as many
-        steps.
+        If the sequences were not held, the two groups would run in alternating steps, and need twice as many steps.
         """
         if not any(seq.waits_for_token and seq.num_tokens > len(seq.token_ids) for seq in self.paces):
             return False

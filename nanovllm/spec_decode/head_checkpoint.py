@@ -118,7 +118,7 @@ def check_mtp(folder: Path, target: ModelConfig, with_weights: bool) -> None:
 
 
 def find_mtp_tensors(folder: Path, quantization: Any) -> dict[str, Path]:
-    """Return a dict that maps the checkpoint's name of each tensor of the MTP head to its file.
+    """Return the file of each tensor of the MTP head, by the name of the tensor in the checkpoint.
 
     `quantization` is the checkpoint's QuantConfig or None.
     """

@@ -93,7 +93,10 @@ class Constraint:
         return True
 
     def _restart(self) -> bool:
-        """Start again with the large automata, because the error may come from the size limit of the small automata."""
+        """Start again with the large automata, because the error may come from the size limit of the small automata.
+
+        Return False if the large automata have failed, too.
+        """
         self._automata.has_failed = True
         if self._automata.is_largest:
             return False

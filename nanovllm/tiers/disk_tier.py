@@ -119,7 +119,9 @@ class DiskTier(HostTier):
         super().clear()
 
     def close(self, contents: Iterable[CachedBlock]) -> None:
-        """Write the blocks of the device and of host memory, for at most EXIT_SECONDS. Then end the threads.
+        """Write the blocks that are on the device or in host memory to files, for at most EXIT_SECONDS.
+
+        Then end the threads.
 
         `contents` begins with the most recent blocks, which are written first.
         """
@@ -301,7 +303,7 @@ def _stored_salt(file: Path) -> int:
 
 
 def _save(engine: Engine, tier: DiskTier) -> None:
-    """Write the blocks that the prefix cache still has."""
+    """Write the blocks that are still in the prefix cache to files."""
     try:
         if engine.model_runner is not None:
             blocks = engine.scheduler.block_manager

@@ -242,7 +242,7 @@ class TieredBlockManager(BlockManager):
             self._put_at_once(evicted)
 
     def _put_at_once(self, contents: list[CachedBlock]) -> None:
-        """Store contents that the next step may overwrite."""
+        """Store contents. Later steps wait for the copies, because they may overwrite the blocks."""
         self._put(contents)
         self.connector.order_steps([block_id for content in contents for block_id in content.block_ids])
 
@@ -262,12 +262,12 @@ class TieredBlockManager(BlockManager):
         return num_blocks
 
     def _ids_on_device(self, block_hash: int, token_ids: list[int]) -> tuple[int, ...] | None:
-        """Return where the device's prefix cache has these contents, or None."""
+        """Return the ids of the blocks or the state that store these contents on the device, or None."""
         block_id = self.hash_to_block_id.get(block_hash)
         return None if block_id is None or self.blocks[block_id].token_ids != token_ids else (block_id,)
 
     def _leaving(self, block: Block) -> list[CachedBlock]:
-        """Return what must be stored when `block` is evicted."""
+        """Return the contents that must be stored when `block` is evicted."""
         return [CachedBlock(block.hash, block.token_ids, (block.block_id,))]
 
     def _next_evicted(self) -> Iterator[CachedBlock]:
@@ -285,7 +285,7 @@ class TieredBlockManager(BlockManager):
         return num_blocks
 
     def _allocate_for(self, block_hash: int) -> tuple[int, ...]:
-        """Return where contents with this hash can be loaded."""
+        """Allocate blocks or a state for contents with this hash, and return the ids."""
         return (self._allocate_block(),)
 
     def _insert(self, content: CachedBlock) -> bool:
