@@ -1,4 +1,4 @@
-"""Defines the interface between the server and an engine, which checks, tokenizes and tracks requests."""
+"""Defines the server's interface to an engine. The interface checks, tokenizes and tracks requests."""
 
 import asyncio
 import itertools

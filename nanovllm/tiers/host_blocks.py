@@ -42,7 +42,7 @@ class Memcpy2D(Structure):
 
     @classmethod
     def of(cls, target: torch.Tensor, source: torch.Tensor) -> "Memcpy2D":
-        """Describe a copy between two parts with the same shape. The layers of a part are equally far apart."""
+        """Describe a copy between two parts with the same shape. All layers of a part are the same distance apart."""
         height = 1 if source.dim() == 1 else source.shape[0] * source.shape[1]
         return cls(_Side.of(source, height), _Side.of(target, height), source.nbytes // height, height)
 

@@ -30,7 +30,7 @@ IDLE_SECONDS = 0.0005  # between two checks whether a load has ended, if no sequ
 
 
 def report_loss(totals: Counter[str], problem: str) -> None:
-    """Count a failed copy. Log a warning for the first one only, because a failing store may fail often."""
+    """Count a failed copy. Log a warning only for the first failed copy, because a failing store may fail often."""
     logger.log(logging.DEBUG if totals["lost_copies"] else logging.WARNING, problem)
     totals["lost_copies"] += 1
 
@@ -367,9 +367,9 @@ class TieredStates(TieredBlockManager, StateBlockManager):
 class TieredWindows(TieredBlockManager, WindowBlockManager):
     """Also stores and loads columns of the window tables. The hash of a column is `~h`: see CachedBlock.
 
-    Most columns are freed when the window of a running sequence has passed them. They only serve prompts that diverge
-    from this sequence within the next few blocks, so they are not stored. Columns are stored at the end of a prompt, at
-    the end of a sequence, and at the end of a prefix that a second prompt shares.
+    Most columns are freed when the window of a running sequence has passed them. Such columns only serve prompts that
+    diverge from this sequence within the next few blocks, so these columns are not stored. Columns are stored at the
+    end of a prompt, at the end of a sequence, and at the end of a prefix that a second prompt shares.
     """
 
     def reset(self) -> None:

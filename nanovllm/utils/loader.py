@@ -108,7 +108,7 @@ class Shard(NamedTuple):
     def copy(self, target: torch.Tensor, weight) -> torch.Tensor:
         """Copy this part of a weight or bias to `target`. Return the part of `target` that was filled.
 
-        `weight` is as in `check_shape`. Only this part of a safetensors slice is read.
+        `weight` is described in `check_shape`. Only this part of a safetensors slice is read.
         """
         weight = check_shape(weight, self.shape[: target.dim()])
         weight = weight[self.rows, self.columns] if target.dim() == 2 else weight[self.rows]

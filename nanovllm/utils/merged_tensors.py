@@ -41,7 +41,7 @@ def load_whole(load: Callable, layer: Any, weight) -> torch.Tensor | None:
 def _rows(weight: Any, first: int, size: int, total: int) -> tuple[Any, int]:
     """Return a part of `weight`, and the row where the next part begins.
 
-    The part begins at row `first`, and contains the rows of `size` of the layer's `total` outputs.
+    The part begins at row `first`, and covers `size` of the layer's `total` outputs.
     """
     if callable(weight):  # random numbers of any shape
         return weight, first

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def replace_methods(module: Any, form: type, prefix: str) -> None:
-    """Override an object's methods with `form`'s methods. `isinstance`, names and parameters do not change.
+    """Override an object's methods with `form`'s methods. The object keeps its parameters, and their names.
 
     As in PyTorch's `fully_shard`, the object's new class is a subclass of both `form` and the old class. The new
     class's name begins with `prefix`.
