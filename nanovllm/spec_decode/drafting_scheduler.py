@@ -178,7 +178,8 @@ class DraftingScheduler(Scheduler):
         width = width_that_pays(expected, len(self.running), self.settings.step_cost)
         for seq, drafts, may_draft in planned:
             drafts = drafts if self.settings.is_synthetic else drafts[:width]
-            if may_draft and not drafts and "structured_outputs" not in seq.feature_state:  # these wait anyway
+            # a sequence with structured outputs waits for its tokens anyway
+            if may_draft and not drafts and "structured_outputs" not in seq.feature_state:
                 self.paces[seq].missed()
             self._plan(seq, drafts, all_wait or (may_draft and not self.paces[seq].pause))
 

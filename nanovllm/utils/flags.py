@@ -87,7 +87,7 @@ def _items(values: list[str]) -> list[str]:
 
 
 def descriptions(settings: type) -> dict[str, str]:
-    """Return a dict that maps each field name to its text in the docstring: the lines that begin with `name: `."""
+    """Return the text of each field in the docstring, by name: the rest of the line `name: ...`, and indented lines."""
     texts: dict[str, str] = {}
     doc = inspect.cleandoc(settings.__doc__ or "")  # Python 3.13 removes the indentation itself
     for names, lines in re.findall(r"^(\w+(?:, \w+)*): (.*(?:\n    .*)*)", doc, re.MULTILINE):
