@@ -15,7 +15,7 @@ from nanovllm.utils.libraries import import_libraries
 from nanovllm.utils.model_files import check_model
 from nanovllm.utils.waiting import waiting_for
 
-# groups of fused forms, which --measure disables one at a time; a value lists ends of names in FORMS
+# groups of fused forms, which --measure disables one at a time; each value lists suffixes of names in FORMS
 PARTS = {
     "attention: norms, RoPE and store": ("Attention",),
     "feed-forward: product and activation, experts": ("MLP", "MoE"),
@@ -102,7 +102,7 @@ def without(names: tuple[str, ...]) -> Iterator[None]:
 def step_times(
     model: str, settings: dict[str, Any], left_out: tuple[str, ...] = ("no such class",)
 ) -> dict[str, float]:
-    """Disable the forms in `left_out`, and time each kind of step. Return microseconds, the minimum of three runs."""
+    """Disable the fused forms in `left_out`. Return the time per kind of step in microseconds (minimum of 3 runs)."""
     from nanovllm import LLM, SamplingParams
 
     with without(left_out), LLM(model, device="cuda", enable_prefix_caching=False, **settings) as llm:

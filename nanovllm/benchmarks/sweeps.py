@@ -62,7 +62,7 @@ def rates_of_cpu(args: argparse.Namespace, settings: dict[str, Any], config: Con
     """
     vocab_size, medians, highest = config.model_config.vocab_size, median_lengths(args, config), 0.0
     with progress("the highest rate of requests:"):
-        # at most as many as in a measured run; the second number only if the CPU is quick with the first
+        # at most the requests of a measured run; the second number is used only if the first takes little time
         for num_seqs in sorted({min(number, args.num_seqs or number) for number in (12, 96)}):
             requests = online(1e9, num_seqs, medians, config.max_model_len, args.seed, vocab_size)
             workloads = {"rate": [requests[:2], other_ids(requests, vocab_size)]}

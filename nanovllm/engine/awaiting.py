@@ -21,7 +21,7 @@ def hold(scheduler: "Scheduler", seq: Sequence) -> None:
 
 
 def release(scheduler: "Scheduler") -> list[Sequence]:
-    """Resume or end the held sequences whose `awaited` Future is done. Return those that ended."""
+    """Resume or end the held sequences whose `awaited` Future is done. Return the ended sequences."""
     ended = []
     for seq in [seq for seq in scheduler.held if seq.awaited.done()]:
         del scheduler.held[seq]

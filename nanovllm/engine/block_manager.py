@@ -81,7 +81,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def can_allocate(self, seq: Sequence, num_spare: int = 0) -> bool:
-        """Return whether `seq` and its next token fit into the free blocks and leave `num_spare` blocks free."""
+        """Return whether `seq` and its next token fit into the free blocks while `num_spare` blocks stay free."""
         num_shared = sum(self.blocks[block_id].ref_count > 0 for block_id in self._cached_prefix(seq))
         return self.num_blocks_for(seq.num_tokens + 1) - num_shared + num_spare <= len(self.free_block_ids)
 
@@ -124,7 +124,7 @@ class BlockManager:
         return not self.needs_block(seq, seq.num_tokens) or self.num_free > 0
 
     def may_append(self, seq: Sequence, num_tokens: int | None = None) -> None:
-        """Add a block to `seq` if it needs one to hold `num_tokens` tokens (by default, `seq.num_tokens`)."""
+        """Add a block to `seq` if its blocks can't hold `num_tokens` tokens (by default, `seq.num_tokens`)."""
         if self.needs_block(seq, num_tokens or seq.num_tokens):
             seq.block_table.append(self._allocate_block())
 
@@ -161,7 +161,7 @@ class BlockManager:
         return end
 
     def state_row(self, seq: Sequence) -> int:
-        """Return the row of the next chunk's initial state. Only layers that keep a state read this row."""
+        """Return the row that stores the initial state of the next chunk. Only layers with a state read this row."""
         return seq.req_index
 
     def deallocate(self, seq: Sequence) -> None:
@@ -186,7 +186,7 @@ class BlockManager:
             block.hash = -1
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
-        """Return the ids of the cached blocks with which `seq` begins, leaving at least one token to compute."""
+        """Return the ids of the cached blocks with which `seq` begins. At least one token is left to compute."""
         block_ids: list[int] = []
         if not self.enable_prefix_caching or seq.skips_prefix_hits:
             return block_ids

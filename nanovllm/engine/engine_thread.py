@@ -56,8 +56,9 @@ class EngineThread:
         for request in requests:
             request.collector = collector
         self._post(partial(self._output_processor.add, requests), collector)
-        self.check_open()  # again: if the engine is not closing now, the thread will see the command
-        if reasons := [*self.engine.unavailable.values()]:  # again: a thread that adds one later sees these requests
+        self.check_open()  # checked again: if the engine is not closing now, the thread will see the command
+        # checked again: a thread that adds a reason from now on sees these requests
+        if reasons := [*self.engine.unavailable.values()]:
             self.discard([request.request_id for request in requests])
             raise UnavailableError(reasons[0])
 
@@ -74,7 +75,7 @@ class EngineThread:
         return self._is_closing or not (collector in self.queued() or collector.live or collector.is_ready)
 
     def queued(self) -> list[Any]:
-        """Return what waits for each queued command. For submitted requests, this is their collector."""
+        """Return the waiter of each queued command. The waiter of submitted requests is their collector."""
         return [waiter for _, waiter in [*self._commands]]
 
     def take(self, collector: OutputCollector) -> StepOutput:
@@ -95,7 +96,7 @@ class EngineThread:
         self.check_open()
         result: SimpleQueue[Any] = SimpleQueue()
         self._post(lambda: result.put(work()), result)
-        self.check_open()  # again: if the engine is not closing now, the thread will see the command
+        self.check_open()  # checked again: if the engine is not closing now, the thread will see the command
         if isinstance(value := result.get(), RuntimeError):
             raise value
         return value
@@ -175,7 +176,7 @@ class EngineThread:
 
     def _carry_out_commands(self) -> None:
         for _ in range(len(self._commands)):
-            self._commands[0][0]()  # without a local variable, which would keep its requests alive
+            self._commands[0][0]()  # no local variable, which would keep the command's requests alive
             self._commands.popleft()
 
     def _steps_are_wanted(self) -> bool:
@@ -210,7 +211,7 @@ class EngineThread:
             elif waiter is not None:
                 waiter.put(error)
         self._output_processor.collectors.clear()
-        for _ in commands:  # last, because until then `is_finished` reports these requests as pending
+        for _ in commands:  # done last, because until then `is_finished` reports these requests as pending
             self._commands.popleft()
 
 

@@ -126,7 +126,7 @@ FEATURES = {
         *("min_tokens", "bad_words", "allowed_token_ids", "structured_outputs", "thinking_token_budget"),
     ),
     "logprobs": _feature("features.logprobs:TokenLogprobs", "logprobs", "prompt_logprobs"),
-    "reasoning": _feature("reasoning.reasoning_feature:ReasoningStage", "reasoning_parser"),  # for the next two
+    "reasoning": _feature("reasoning.reasoning_feature:ReasoningStage", "reasoning_parser"),  # used by the next two
     "structured_outputs": _feature(
         "structured_outputs.structured_feature:StructuredOutputs", "structured_outputs", "thinking_token_budget"
     ),

@@ -203,8 +203,8 @@ class LLMEngine:
         `prefix_hit_rate`: the fraction of prompt tokens that were found in the prefix cache.
         `tiers`, with `swap_space`: `device_hits` and `host_hits` are the numbers of prompt tokens that were found in
         the device's cache and in host memory. `loaded_blocks` is the number of blocks that were copied back from host
-        memory, and `lost_copies` is the number of failed copies. With `swap_dir`, `disk_blocks` of them were read from
-        files.
+        memory, and `lost_copies` is the number of failed copies. With `swap_dir`, `disk_blocks` is the number of blocks
+        that were read from files.
         `preemptions`: how often a sequence was preempted.
         `tokens`: the numbers of prompt tokens (`in`) and generated tokens (`out`).
         `steps`: the numbers of `prefill` steps (chunks of prompts), `decode` steps and `mixed` steps (both).

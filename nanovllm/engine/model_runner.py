@@ -145,7 +145,7 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, step: ScheduledStep) -> PendingStep:
         """Compute a step, and sample a token for each sequence in `step.sampled_seqs`."""
-        rows, self._sampled_seqs = step.rows, step.sampled_seqs  # features may need their parameters
+        rows, self._sampled_seqs = step.rows, step.sampled_seqs  # see `sampling_rows`
         with self.on_device(), self.few_threads(sum(end - start for _, start, end in rows)):
             arrays = self.start_features(step) if step.feature_names else {}
             if step.copies:
@@ -224,7 +224,7 @@ class ModelRunner:
         return self.int_tensor([seq.block_table + [0] * (width - len(seq.block_table)) for seq in seqs])
 
     def prepare_state_rows(self, step: ScheduledStep) -> torch.Tensor:
-        """For each row, return the index of the state to read, and of the state to write: [2, B] int32."""
+        """Return the indices of the states that each row reads and writes: [2, B] int32."""
         written = [seq.req_index for seq, _, _ in step.rows]
         return self.int_tensor([written[: step.num_decodes] + step.state_rows, written])
 
@@ -265,7 +265,7 @@ class ModelRunner:
         return logit_cutoffs(logits, rows)
 
     def sampling_rows(self, x: SamplerInput) -> SamplingRows:
-        """Return the sampled rows' data for features and filters."""
+        """Return the data of the sampled rows that features and filters read."""
         params, scratch = self.int_tensor(params_rows(self._sampled_seqs)), torch.zeros_like(x.req_indices)
         return SamplingRows(params, x.req_indices, x.positions, x.block_tables, self._cached_token_ids, scratch)
 
@@ -295,7 +295,7 @@ class ModelRunner:
         self.features = {name: loaded[name] for name in [*FEATURES] if name in loaded}
 
     def start_features(self, step: ScheduledStep) -> dict[str, Arrays]:
-        """Prepare the arrays of a step's features and upload them. Return the host's copy."""
+        """Prepare the arrays of a step's features and upload them. Return the arrays on the host."""
         prepared = self.prepare_features(step)
         self.add_features(prepared)
         host_arrays: dict[str, Arrays] = {}
@@ -342,7 +342,7 @@ class ModelRunner:
         """Replace layers with fused forms. Subclasses may override this."""
 
     def allocate_kv_cache(self, num_blocks: int, num_layers: int | None = None) -> None:
-        """Allocate the cache tensors of each group of layers, and assign each layer its part.
+        """Allocate the cache tensors of each group of layers, and assign each layer a part of these tensors.
 
         With `num_layers=1`, all layers of a group share one part, for steps whose results do not matter.
         """

@@ -76,7 +76,7 @@ class ScheduledStep:
 
     @property
     def new_seqs(self) -> list[Sequence]:
-        """The sequences that get their first token after admission."""
+        """The sequences that get their first token after admission from this step."""
         return self.sampled_seqs[self.num_decodes :]
 
     @property

@@ -111,7 +111,7 @@ class Scheduler:
         return bool(step.num_decodes) or any(seq.waits_for_token and not seq.is_paused for seq in self.running.values())
 
     def _schedule_decodes(self, step: ScheduledStep) -> None:
-        """Decode all ready sequences."""
+        """Add a row for each sequence that can decode. If too few blocks are free, preempt sequences."""
         rows = self._ready()
         while len(growing := self._rows_that_need_a_block(rows)) > self.block_manager.num_free:
             self.preempt(max((*self.running.values(), *self.prefilling.values()), key=attrgetter("order")))

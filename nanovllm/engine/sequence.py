@@ -68,7 +68,7 @@ class Sequence:
         self.max_num_tokens = max_len if params.max_tokens is None else min(len(token_ids) + params.max_tokens, max_len)
         self.num_tokens = len(token_ids)
         self.num_scheduled_tokens = 0  # how many tokens the last scheduled step computes
-        self.num_computed_tokens = 0  # their keys and values are in the cache, or will be after the scheduled steps
+        self.num_computed_tokens = 0  # tokens in the cache, including tokens that scheduled steps will store
         self.token_limit = self.max_num_tokens  # no step decodes the sequence once `num_tokens` reaches this
         self.num_drafts = 0  # drafts that follow the next token; a step adds at most num_drafts + 1 tokens
         self.num_cached_tokens = 0  # found in the prefix cache when the sequence was first admitted
@@ -76,7 +76,7 @@ class Sequence:
         self.window_columns: list[tuple[int, ...]] = []  # of layers with a window: see engine/window_blocks.py
         self.block_hashes: list[int] = []  # of the full blocks of token_ids, computed when needed
         self.cache_salt = 0  # 64 bits; only sequences with equal salts share blocks
-        self.req_index = -1  # its row in the device's per-request tables while it runs
+        self.req_index = -1  # while the sequence runs, its row in the device's per-request tables
         self.status = SequenceStatus.WAITING
         self.was_admitted = False  # at least once
         self.finish_reason: str | None = None

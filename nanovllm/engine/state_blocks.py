@@ -8,7 +8,7 @@ from nanovllm.engine.sequence import Sequence
 
 
 class StateRows:
-    """Tracks the rows of states that no running sequence uses. The Scheduler's `free_req_indices` is a StateRows.
+    """Tracks which rows of states no running sequence uses. The Scheduler's `free_req_indices` is a StateRows.
 
     The state of a running sequence is in the row of its request index, below `num_indices`. The rows of request indices
     are followed by a row for padding, a row of zeros (every sequence's initial state), and rows for snapshots. The row
@@ -38,7 +38,7 @@ class StateRows:
         (self.free_indices if row < self.num_indices else self.free_others).append(row)
 
     def pop_for_snapshot(self) -> int | None:
-        """Return a free row, dropping the least recently found snapshot if necessary. Return None if there is none."""
+        """Return a free row, or None. If no row is free, first drop the least recently found snapshot."""
         if not (self.free_others or self.free_indices) and self.snapshots:
             self.forget(next(iter(self.snapshots)))
         free = self.free_others or self.free_indices
@@ -50,7 +50,7 @@ class StateRows:
             self._drop_snapshot(block_id, row)
 
     def _least_recent_index(self) -> int | None:
-        """Return the block id of the snapshot to drop when a sequence needs a request index, or None."""
+        """Return the block id of the snapshot whose row becomes the next request index, or None if there is none."""
         rows = self.snapshots.items()
         return next((i for i, row in rows if row < self.num_indices and row not in self.being_read), None)
 
@@ -68,7 +68,7 @@ class StateBlockManager(BlockManager):
 
     If the cached blocks end with an answer, the prompt continues a conversation. The conversation's next prompt will
     begin with this whole prompt. So no snapshot is stored at the end of the cached answer, and the snapshot that this
-    prompt found will be dropped first.
+    prompt found becomes the first one to be dropped.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class StateBlockManager(BlockManager):
         self._untaken: dict[int, int] = {}  # block id -> row of a snapshot that the next step will take
         self._unused: list[int] = []  # rows of untaken snapshots whose blocks were evicted
         self._first_rows: dict[Sequence, int] = {}  # the row that a sequence's first chunk reads
-        self._boundaries: dict[Sequence, list[int]] = {}  # in tokens, descending
+        self._boundaries: dict[Sequence, list[int]] = {}  # positions of future snapshots, descending
         self._decoded: set[int] = set()  # ids of cached blocks whose last token was generated
 
     def req_indices(self, max_num_seqs: int) -> StateRows:
@@ -109,7 +109,7 @@ class StateBlockManager(BlockManager):
             self._boundaries[seq] = sorted({n for n in (first, last) if n > num_hit}, reverse=True)
 
     def drop_snapshot(self, block_id: int, row: int) -> None:
-        """Free the row of the snapshot at the end of a block. `snapshots` no longer contains the snapshot."""
+        """Free the row of a block's snapshot, which the caller has removed from `snapshots`."""
         self.rows.append(row)
 
     def fork(self, seq: Sequence, other: Sequence) -> None:

@@ -26,7 +26,7 @@ class WindowBlockManager(BlockManager):
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool, num_tables: int, window: int):
-        """`num_blocks` counts blocks for all layers, and `num_tables` counts window tables."""
+        """The pool has `num_blocks` blocks for each table. `num_tables` is the number of window tables."""
         self.num_tables, self.window = num_tables, window
         super().__init__(num_blocks * (1 + num_tables), block_size, enable_prefix_caching)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from nanovllm.requests.request import CompletionRequest
 
 MAX_BIASES = 512  # per request: token ids of logit_bias, and stop ids that min_tokens bans
-MAX_BAD_WORDS = 128  # token sequences per request; a word makes two, with and without a space before it
+MAX_BAD_WORDS = 128  # token sequences per request; a word has two, with and without a leading space
 MAX_BAD_WORD_TOKENS = 16
 MAX_PENALTY_PROGRAMS = 128  # programs of the penalty kernel; each counts every token id in its own scratch memory
 
@@ -113,7 +113,7 @@ class LogitEdits(StepFeature):
 
 
 class EditTables(NamedTuple):
-    """The lists of all requests, indexed by request.
+    """The lists of all requests, such as their bad words, indexed by request index.
 
     The last request index is reserved for padding rows of CUDA graphs.
     """
@@ -182,7 +182,8 @@ def penalize(logits: torch.Tensor, rows: SamplingRows, tables: EditTables) -> No
     if (has_mask := rows.column("has_allowed_ids")).any():
         masked = has_mask.nonzero().flatten()
         num_masks = tables.allowed_masks.shape[1]
-        last = F.pad(rows.req_indices, (num_masks - 1, 0), value=-1).unfold(0, num_masks, 1)  # [S, masks], self last
+        # [S, masks]: the request indices of the preceding rows, and last that of the row itself
+        last = F.pad(rows.req_indices, (num_masks - 1, 0), value=-1).unfold(0, num_masks, 1)
         places = (last == rows.req_indices[:, None]).sum(1) - 1  # the position of each row among its request's rows
         masks = tables.allowed_masks[rows.req_indices[masked], places[masked]].view(torch.uint8).unsqueeze(-1)
         is_allowed = (masks & (1 << torch.arange(8, device=masks.device)).to(torch.uint8)).flatten(1).bool()

@@ -43,8 +43,8 @@ class SequenceLogprobs:
     def __init__(self, is_edited: bool) -> None:
         self.is_edited = is_edited  # whether features edit the logits
         self.of_tokens: list[KeptLogprobs] = []  # for each generated token
-        self.of_prompt: list[KeptLogprobs | None] = [None]  # for each token of the prompt; the first has none
-        self.candidates: Logprobs = {}  # for the next token, of a sequence that pauses
+        self.of_prompt: list[KeptLogprobs | None] = [None]  # for each token of the prompt; None for the first token
+        self.candidates: Logprobs = {}  # if the sequence pauses after each token: candidates for the next token
 
     def take_candidates(self) -> Logprobs:
         """Return the candidates and delete them from this object, so that a fork does not copy them."""
@@ -56,8 +56,8 @@ class StepLogprobs(NamedTuple):
     """The log-probabilities of a step. An entry that no request asked for is None.
 
     of_tokens: one entry for each token of `StepResult.token_ids`.
-    of_prompts: for each chunk of the step, a list for the prompt tokens from `start + 1` to `end`, or None if there are
-        none. If a chunk is recomputed, its list is returned again.
+    of_prompts: for each chunk of the step, a list with an entry for each prompt token from `start + 1` to `end`, or
+        None. If a chunk is recomputed, its list is returned again.
     """
 
     of_tokens: list[KeptLogprobs | None]
@@ -82,7 +82,7 @@ class TokenLogprobs(StepFeature):
         is_edited = any(feature.load().edit_logits is not StepFeature.edit_logits for feature in features)
         seq.feature_state["logprobs"] = SequenceLogprobs(is_edited)
         seq.is_watched |= seq.params.logprobs is not None
-        seq.skips_prefix_hits = seq.params.prompt_logprobs is not None  # they need every position
+        seq.skips_prefix_hits = seq.params.prompt_logprobs is not None  # `prompt_logprobs` needs every position
 
     @classmethod
     def prepare(cls, step: ScheduledStep) -> Arrays | None:

@@ -28,7 +28,7 @@ class StopStrings(StepFeature):
         for seq in arrived.values():
             if (detokenizer := seq.feature_state.get("stop_strings")) is None:
                 continue
-            ended_by_id = seq in ends and ends[seq][0] == "stop"  # the id might not be part of the text
+            ended_by_id = seq in ends and ends[seq][0] == "stop"  # the text might not include this id
             if ended_by_id and not seq.params.include_stop_str_in_output:
                 continue
             reasoning = seq.feature_state.get("reasoning")

@@ -55,7 +55,7 @@ def find_pooling_task(folder: Path) -> str:
 
 
 def read_pooling_config(folder: Path, tokenizer: Path, task: str, model: "ModelConfig") -> PoolingConfig:
-    """Read the settings of a checkpoint for `task`. Raises ValueError with the file for unsupported settings."""
+    """Read a checkpoint's settings for `task`. Raises a ValueError that names the file for unsupported settings."""
     file = folder / "config.json"
     raw = read_json(file)
     # with "vision", text attends to earlier tokens only
@@ -118,7 +118,7 @@ def _read_embedding(folder: Path, modules: dict[str, Path], raw: dict) -> dict[s
 
 
 def _answer_ids(tokenizer: Path, modules: dict[str, Path], vocab_size: int) -> tuple[int, ...]:
-    """Return the ids of the tokens that mean irrelevant and relevant, or only the second id."""
+    """Return the ids of the tokens that mean irrelevant and relevant, or only the id that means relevant."""
     if "LogitScore" in modules:
         entries = read_json(file := modules["LogitScore"] / "config.json")
         found = [entries.get("false_token_id"), entries.get("true_token_id")]

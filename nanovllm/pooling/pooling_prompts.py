@@ -81,7 +81,7 @@ def pair_prompt(
             raise ValueError(f"instruction={instruction!r:.80}: the text of a query and a document has no place for it")
         if template is None:
             if len(query) + len(document) > LONG_TEXT:
-                processor.encode(query + document, add_special_tokens=False)  # a server refuses texts that are too long
+                processor.encode(query + document, add_special_tokens=False)  # a server's `encode` may refuse the text
             with processor.tokenizer_lock:
                 return {"prompt_token_ids": tokenizer(query, document)["input_ids"]}
         instruction = RERANKER_INSTRUCTION if instruction is None else instruction

@@ -119,7 +119,7 @@ class PoolingRunner(BatchRunner):
         return hidden_states, x
 
     def pool(self, hidden_states: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
-        """Add a step's hidden states [T, hidden_size] to the table.
+        """Add a step's hidden states [T, hidden_size] to `partial_vectors`.
 
         Return the vectors of the prompts that this step completes, in float32. A vector is the mean of all hidden
         states of a prompt, or the first hidden state.

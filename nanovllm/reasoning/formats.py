@@ -31,7 +31,7 @@ FORMATS = {
     "openai_gptoss": HARMONY,
 }
 DEEPSEEK_TURN = "<\uff5cAssistant\uff5c>"
-# words in a chat template that suggest that it can switch reasoning on
+# words that suggest that a chat template can switch reasoning on
 HINTS = "reasoning_content", "enable_thinking", "thinking", "reasoning_effort"
 
 

@@ -7,7 +7,7 @@ with `<|start|>assistant`, so an answer begins within a header. The header names
     <|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
 
 The channel `analysis` is reasoning, `final` is the answer, and `commentary` is text before calls, or a call. Models
-sometimes call functions in `analysis`, or omit the end of a message. `<|start|>` then ends it.
+sometimes call functions in `analysis`, or omit the end of a message. In that case, `<|start|>` ends the message.
 """
 
 import re

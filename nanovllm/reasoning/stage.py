@@ -17,8 +17,8 @@ class Markers:
     """The markers of a reasoning format, and how a model's vocabulary represents them.
 
     Most models have a token for each marker. Then only a token that contains the whole marker counts as the marker, and
-    several tokens that together spell it are part of the reasoning. In models without these tokens, any tokens that
-    spell a marker count as the marker.
+    several tokens that together spell the marker are part of the reasoning. In models without these tokens, any tokens
+    that spell a marker count as the marker.
     """
 
     def __init__(self, form: ReasoningFormat, tokenizer: Any, token_bytes: Mapping[int, bytes]):
@@ -136,6 +136,6 @@ def _begins_or_ends_turn(token: Any) -> bool:
 
 
 def find_token_id(tokenizer: Any, text: str) -> int | None:
-    """Return the id of the token that is `text`, or None if there is none."""
+    """Return the id of the token whose text is `text`, or None if there is no such token."""
     token_id = tokenizer.convert_tokens_to_ids(text)
     return token_id if token_id is not None and tokenizer.convert_ids_to_tokens(token_id) == text else None

@@ -17,7 +17,7 @@ from nanovllm.requests.request import Message
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})  # a template may name more
 OTHER_ROLES = {"developer": "system", "function": "tool"}  # OpenAI's newer and older names
-REASONING = "reasoning_content", "reasoning", "thinking"  # names of the same entry
+REASONING = "reasoning_content", "reasoning", "thinking"  # names of a message's entry for reasoning
 PART_FILTERS = {"map", "select", "selectattr", "reject", "rejectattr"}  # filters that iterate over items
 TYPE_TESTS = {"string", "mapping", "sequence", "iterable"}
 MAX_CHARACTERS = 2**17  # longer templates are not parsed, because clients can send templates

@@ -83,7 +83,7 @@ def has_images(prompt: Any) -> bool:
 
 
 def read_images(prompts: list, processor: "InputProcessor") -> list:
-    """Return the prompts. If several have images, threads read the images at the same time."""
+    """Return the prompts. If several prompts have images, read the images in parallel threads first."""
     return prompts if sum(map(has_images, prompts)) < 2 else processor.images.read_all(prompts)
 
 

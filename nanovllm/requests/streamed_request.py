@@ -11,7 +11,7 @@ from nanovllm.requests.stream_event import StreamEvent
 class StreamedRequest(CompletionRequest):
     def __init__(self, group: list[Sequence], *arguments: Any):
         super().__init__(group, *arguments)
-        # by sequence index: how many of its tokens were delivered, including the prompt
+        # by sequence index: how many of the sequence's tokens were delivered, including the prompt
         self._num_delivered = [seq.num_prompt_tokens for seq in group]
 
     def deliver(self, seq: Sequence) -> None:

@@ -43,13 +43,13 @@ def load_weights(llm: "LLMEngine", weights: Iterable[tuple[str, torch.Tensor]]) 
     accepts no weights; an engine with `quantization="int4"` accepts unquantized tensors. The caller's thread iterates
     over `weights`, so a generator that creates one tensor at a time needs memory for only one tensor.
 
-    Raises UnavailableError if there are requests and the engine is not paused, or if the weights are asleep. New
+    Raises UnavailableError if there are requests and the engine is not paused, or if `sleep` has freed the weights. New
     requests raise UnavailableError until this function returns.
 
     Each tensor is checked before it is written. Raises TypeError if a value is not a tensor. Raises a ValueError that
     names the tensor if the model has no such tensor, or if the tensor has a wrong shape, a wrong dtype, NaN or infinite
-    values. If an error occurs after a tensor was written, the engine refuses requests until a single call has loaded
-    all weights.
+    values. If an error occurs after a tensor was written, the engine refuses requests until a single call of
+    `load_weights` has loaded all weights.
     """
     update = WeightUpdate(llm)
     in_engine(llm.engine_thread, update.begin)

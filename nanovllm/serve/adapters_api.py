@@ -24,7 +24,7 @@ class UnloadBody(BaseModel):
 
 
 class ServedAdapters:
-    """The adapters by name. `reserved` contains the names of the model, which no adapter may have."""
+    """The adapters that clients can choose, by name. No adapter may have a name in `reserved` (the model's names)."""
 
     def __init__(self, llm: EngineClient, adapters: Iterable[LoRARequest], reserved: Iterable[str]):
         """Raises ValueError if the name of an adapter is taken, or if `enable_lora` is needed but off."""

@@ -18,8 +18,8 @@ def listening_socket(settings: ServerSettings, is_of_front: bool = False) -> soc
 
     Raises OSError if the address is in use or does not belong to this machine.
 
-    is_of_front: whether other fronts of this server may also use the address. If several fronts use the address, the
-        operating system assigns each connection to one front.
+    is_of_front: whether other fronts (HTTP processes) of this server may also use the address. If several fronts use
+        the address, the operating system assigns each connection to one front.
     """
     family, address, is_unix = socket.AF_UNIX, cast(Any, settings.uds), settings.uds is not None
     try:

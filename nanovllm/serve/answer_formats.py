@@ -42,14 +42,14 @@ class Formats(NamedTuple):
         is_known = self.tool_calls is not None or not body.tools or body.tool_choice not in (None, "auto")
         require(is_known, "tools: the format of this model's calls is unknown: see --tool-call-parser")
         params = self.budget_params(body)
-        if self.reasoning_parser is not None and (has_structure or body.stop):  # others need none
+        if self.reasoning_parser is not None and (has_structure or body.stop):  # other requests need no parser
             params["reasoning_parser"] = self.reasoning_parser
         if self.special and (body.tools or self.reasoning is not None):
             params["skip_special_tokens"] = False
         return params
 
     def budget_params(self, body: GenerationBody) -> dict[str, Any]:
-        """Return parameters for a reasoning budget. Raises ApiError if the format of the reasoning is unknown."""
+        """Return the parameters that a reasoning budget needs. Raises ApiError if the reasoning format is unknown."""
         if (budget := body.thinking_token_budget) in (None, -1):
             return {}
         problem = f"thinking_token_budget={budget}: this model's reasoning format is unknown: see --reasoning-parser"

@@ -18,7 +18,7 @@ from nanovllm.serve.errors import ApiError
 from nanovllm.serve.protocol import GenerationBody, StreamOptions
 
 MIN_LOGPROB = -9999.0  # JSON has no infinity
-MANY_LOGPROBS = 640  # encoded at once; for a client that reads slowly, more may accumulate
+MANY_LOGPROBS = 640  # the most that are encoded at once; if a client reads slowly, more may accumulate
 MARK = uuid4().hex  # a placeholder for text; no client can guess it
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -118,7 +118,7 @@ class Answer:
             choices = self.chunk_choices(prompt_index, event)
             for choice in choices:
                 everywhere = self._has_usage_everywhere
-                num = num_tokens if choice is choices[-1] else num_before  # the last chunk contains the tokens
+                num = num_tokens if choice is choices[-1] else num_before  # the tokens are in the last chunk
                 usage = self._usage(num, prompt_index) if everywhere else None
                 chunks.append(server_sent_event(self._chunk([choice], usage)))
             if event.finish_reason is None and self.goes_on_plainly(event):

@@ -22,7 +22,8 @@ from nanovllm.serve.http_responses import json_response
 from nanovllm.serve.openai_api import Api
 from nanovllm.serve.protocol import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Body, ChatBody, Item, String, translated
 
-BILLING_HEADER = "x-anthropic-billing-header"  # begins a system block of Claude Code with a hash that always changes
+# Claude Code sends a system block that begins with this text, and that contains a different hash in each request
+BILLING_HEADER = "x-anthropic-billing-header"
 SAME_FIELDS = {"model", "stream", "max_tokens", "temperature", "top_p", "top_k"}
 OF_FUNCTIONS = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -123,7 +124,7 @@ class TranslatedMessages(ChatBody):
 
 def chat_body(body: CountTokensBody) -> ChatBody:
     problem = "thread: this server stores no conversations; send the whole conversation"
-    require(not body.thread, problem, "thread_unsupported_request")  # with this code, clients send everything again
+    require(not body.thread, problem, "thread_unsupported_request")  # after this code, clients resend everything
     system = InputMessage.model_construct(role="system", content=body.system or [])
     messages = [message for input_message in (system, *body.messages) for message in _chat_messages(input_message)]
     fields = body.model_dump(include=SAME_FIELDS) | {"messages": messages}
@@ -155,7 +156,7 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chat_messages(message: InputMessage) -> Iterator[dict[str, Any]]:
-    """Translate a message. Each tool result becomes a message, and all other blocks together are the last message."""
+    """Translate a message. Each tool result becomes a message, and all other blocks together become the last one."""
     blocks = defaultdict[str, list[Any]](list)
     for block in message.content:
         blocks[block["type"]].append(block)
@@ -247,7 +248,7 @@ class MessagesAnswer(chat.ChatAnswer):
             yield {"type": "tool_use", "id": call["id"], "name": name, "input": arguments}
 
     def _add(self, block: dict[str, Any]) -> Iterator[bytes]:
-        """Yield the events of a block."""
+        """Yield the events for a block, or for the next piece of the open block."""
         kind = block["type"]
         if kind == "tool_use":
             yield from self._next_block(block | {"input": {}})

@@ -30,7 +30,7 @@ def create_app(
     llm: EngineClient, settings: ServerSettings, model: str, is_closing: Callable[[], bool] = lambda: False
 ) -> FastAPI:
     """model: the model as given on the command line.
-    is_closing: returns True when the server closes, so that the endless streams of the page end.
+    is_closing: returns True when the server closes, so that the endless event streams of the web page end.
     """
     takes_images = llm.input_processor.config.model_config.vision is not None
     expects_images = takes_images and settings.max_body_bytes is None
@@ -101,7 +101,7 @@ def add_info_routes(app: FastAPI, api: Api) -> None:
     app.get("/v1/models")(models)
     app.get("/v1/models/{name:path}")(model)
     app.get("/health")(health)
-    app.get("/ping")(health)  # SageMaker's name
+    app.get("/ping")(health)  # SageMaker's name for /health
     app.post("/ping")(health)
     app.get("/version")(version)
     app.get("/load")(load)

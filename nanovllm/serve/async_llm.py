@@ -61,7 +61,7 @@ class AsyncLLM(EngineClient):
         except UnavailableError:  # temporary: the engine is paused, asleep, or gets new weights
             raise
         except RuntimeError as error:
-            if not self._is_closing:  # then another rank has died
+            if not self._is_closing:  # if nobody has closed the engine, another rank has died
                 self._end(error)
             self.check_open()
         return AsyncRequest(request, name)
@@ -98,7 +98,7 @@ class AsyncLLM(EngineClient):
             self._call_in_loop(self._take)
 
     def _on_failure(self, error: RuntimeError) -> None:
-        if self._is_closing or error.__cause__ is None:  # by `exit`, or at the end of the interpreter
+        if self._is_closing or error.__cause__ is None:  # closed by `exit` or when Python ends
             self._is_closing = True
             self._call_in_loop(self._fail_all)
         else:

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line. For `serve`, vLLM's engine flags that do not exist here go to `vllm_settings`."""
+    """Parse the command line. For `serve`, store vLLM's engine flags that do not exist here in `vllm_settings`."""
     chosen = next((argument for argument in arguments if argument in COMMANDS), None)
     parser, commands = make_parser()
     if chosen is not None:
@@ -112,7 +112,7 @@ def add_flags_of(name: str, command: Parser) -> None:
 
 
 def complete_parsers() -> dict[str, argparse.ArgumentParser]:
-    """Return one parser per command, with all its flags."""
+    """Return one parser per command, with all flags of the command."""
     from nanovllm.benchmarks.arguments import make_parser as make_bench_parser
 
     _, commands = make_parser()

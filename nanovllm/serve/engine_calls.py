@@ -9,7 +9,7 @@ from nanovllm.llm import LLM
 from nanovllm.lora.lora_request import LoRARequest
 from nanovllm.serve.trace import StepRecorder
 
-STEP_TOKENS = (1, 8, *(2**i for i in range(4, 15)))  # upper bounds of the buckets
+STEP_TOKENS = (1, 8, *(2**i for i in range(4, 15)))  # upper bounds of the histogram's buckets
 
 
 class StepSizes:
@@ -59,7 +59,7 @@ class EngineCalls:
             self._recorder.stop()
 
     def frames(self, last: int) -> tuple[str, int, bool, bool]:
-        """Return the frames after frame `last` as JSON text, and the number of the last frame.
+        """Return the frames (see frames.py) after frame `last` as JSON text, and the number of the newest frame.
 
         Also return two flags: whether the recording continues, and whether the engine is idle.
         """

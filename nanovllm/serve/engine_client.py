@@ -1,4 +1,4 @@
-"""Defines the interface between the server and an engine, which checks, tokenizes and tracks requests."""
+"""Defines the server's interface to an engine. The interface checks, tokenizes and tracks requests."""
 
 import asyncio
 import itertools
@@ -60,9 +60,9 @@ class EngineClient(ABC):
         self.on_failure: list[Callable[[BaseException], None]] = []  # called in any thread when the engine has failed
         self.on_end: list[Callable[[AsyncRequest], None]] = []  # called in the event loop when a request has ended
         self._loop: asyncio.AbstractEventLoop | None = None  # the loop of the waiting tasks
-        self._live: dict[int, AsyncRequest] = {}  # by the engine's id; only for the event loop's thread
+        self._live: dict[int, AsyncRequest] = {}  # by the engine's request id; only for the event loop's thread
         self._names: dict[str, AsyncRequest | None] = {}  # by the caller's id; None while the prompt is tokenized
-        # running and waiting answers of each client that shares `max_live`; entry `_index` belongs to this client
+        # how many answers run or wait in each EngineClient that shares `max_live`; index `_index` is this object
         self._num_live: MutableSequence[int] = [0]
         self._index = 0
         self._numbers = itertools.count()
@@ -207,7 +207,7 @@ class EngineClient(ABC):
                 compile_for = partial(make, await self._in_lane(tokenize, prompt))
                 prepared = await self._grammar_turns.run(lambda: self._in_thread(self._grammar_pool, compile_for))
             elif _has_few_ids(prompt) and (lora_request is None or self.engine is None):
-                prepared = make(tokenize(self._lane))  # a thread would take longer, because no text is tokenized
+                prepared = make(tokenize(self._lane))  # without text to tokenize, this is faster than a thread
             else:
                 prepared = await self._in_lane(lambda lane: make(tokenize(lane)), prompt)
             self.check_open()
@@ -261,7 +261,10 @@ class EngineClient(ABC):
         return await self._in_thread(self._pool, decode)
 
     async def _in_lane(self, call: Callable[[PromptLane], T], prompt: PromptSource) -> T:
-        """Run `call` in the lane for short texts. Other threads read images, so that texts need not wait."""
+        """Run `call` with the lane for short texts. If the text is too long, run `call` with the lane for long texts.
+
+        Prompts with images run in other threads, so that texts do not wait for images.
+        """
         pool = self._image_pool if reads_images(prompt) else self._pool
         try:
             return await self._in_thread(pool, partial(call, self._lane))

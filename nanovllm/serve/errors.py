@@ -40,7 +40,7 @@ class ApiError(Exception):
         self.headers = HEADERS.get(status, {})
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Replace the field's name with the name that the client has sent. `names` maps field names to client names."""
+        """Replace the field's name with the name that the client has sent. `names` maps our names to the client's."""
         if self.param is not None and (client_name := names.get(self.param)) is not None:
             self.message, self.param = self.message.replace(self.param, client_name, 1), client_name
 
@@ -95,7 +95,7 @@ def api_error(error: BaseException, fields: Container[str] | None = None) -> Api
 
 @contextmanager
 def about(fields: Container[str]) -> Iterator[None]:
-    """During a `with` block that checks a request with these fields, convert errors to ApiErrors."""
+    """Convert errors in a `with` block to ApiErrors. The block checks a request that may have these fields."""
     try:
         yield
     except Exception as error:

@@ -26,7 +26,7 @@ from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.structured import structured_outputs, with_own_field
 from nanovllm.serve.template_sandbox import MANY_MESSAGES, may_take_long
 
-# requests with more are prepared in a thread, so that other clients do not wait
+# requests above these limits are prepared in a thread, so that other clients do not wait
 MAX_BODY_IN_LOOP = 2**16  # bytes
 MAX_MESSAGES_IN_LOOP = 256  # including the messages of previous responses
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions

@@ -116,7 +116,7 @@ def add_routes(app: FastAPI, api: Api) -> None:
         return json_response(answer | {"object": "list", "data": await asyncio.to_thread(data)})
 
     def prepared(body: InputBody, prefix: str = "") -> list[Any]:
-        """Return a body's prompts, as functions that tokenize if the body's fields change the tokenization."""
+        """Return a body's prompts. If the body sets tokenization options, each prompt is a function that tokenizes."""
         prompts = [with_prefix(prompt, prefix) for prompt in body.prompts()]
         if body.add_special_tokens is None and body.truncate_prompt_tokens is None:
             return prompts

@@ -71,7 +71,7 @@ class PromptLane(InputProcessor):
         if num_bytes > max_bytes and (normalizer := self.tokenizer.backend_tokenizer.normalizer) is not None:
             if is_elsewhere:
                 raise LongTextError
-            num_bytes = len(normalizer.normalize_str(data.decode()).encode())  # may have fewer bytes
+            num_bytes = len(normalizer.normalize_str(data.decode()).encode())  # the normalized text may be shorter
         if num_bytes > max_bytes:
             num_tokens = -(-num_bytes // longest_token)
             raise ValueError(f"prompt: has at least {num_tokens} tokens; must be fewer than {self.length_bound}")

@@ -49,7 +49,7 @@ def _of_response_format(body: GenerationBody) -> dict[str, Any] | None:
 
 
 def _of_tool_choice(body: ChatBody) -> dict[str, Any] | None:
-    """If `tool_choice` forces a call, return the schema of the answer for WholeParser. Otherwise return None."""
+    """If `tool_choice` forces a call, return the schema of the answer, which WholeParser parses. Else return None."""
     if body.tool_choice in (None, "none"):
         return None
     tools = require(body.tools, "tool_choice: there are no tools")

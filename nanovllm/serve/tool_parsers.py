@@ -136,7 +136,7 @@ class MarkedParser(ToolParser):
         return len(held) - len(tail) + min(length_before(marker, tail, is_last) for marker in self.markers)
 
     def _passes_closers(self, is_last: bool) -> bool:
-        """Skip the texts in `closers` that follow a call."""
+        """Skip the texts in `closers` that follow a call. Return False if more text is needed."""
         while True:
             self._content(_end_of(self.BLANK, self._held, self._start))
             following = self._held[self._start : self._start + max(map(len, self.closers), default=0)]
@@ -150,7 +150,7 @@ class MarkedParser(ToolParser):
         return True
 
     def _content(self, end: int) -> str:
-        """Move `_start` to `end`, and return the text in between if it is known to be content."""
+        """Move `_start` to `end`. Return the text in between, or "" while it may be white space around a call."""
         text, self._start = self._held[self._start : end], end
         if self._space is not None:
             self._space.append(text)
@@ -434,7 +434,7 @@ class JsonScanner:
         return None
 
     def _passes_string(self, text: str) -> bool:
-        """Skip to the end of the current string."""
+        """Skip to the end of the current string. Return False if `text` does not contain the end."""
         while (match := self._IN_STRING.search(text, self._place)) is not None:
             if match[0] == "\\" and match.end() == len(text):
                 self._place = match.start()
@@ -482,7 +482,7 @@ def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
 
 
 def length_before(tag: str, text: str, is_last: bool) -> int:
-    """Return how many characters precede the tag. Unless `is_last`, an incomplete tag at the end counts, too."""
+    """Return how many characters precede `tag` or, unless `is_last`, the beginning of `tag` at the end of `text`."""
     if (begin := text.find(tag)) >= 0 or is_last:
         return begin if begin >= 0 else len(text)
     longest = min(len(text), len(tag) - 1)

@@ -24,7 +24,7 @@ from nanovllm.serve.frames import Frame, View
 from nanovllm.serve.page import render_page
 
 MAX_WAITING = 32  # the most sequences of the queue that a frame shows
-COUNTS = ("prompt_tokens", "cached_tokens", "output_tokens")  # of the scheduler's totals
+COUNTS = ("prompt_tokens", "cached_tokens", "output_tokens")  # keys of the scheduler's totals
 KEPT_FIELDS = ("step", "time", "ms", "decodes", "windows")  # fields that frames have even if they are empty
 logger = logging.getLogger("nanovllm")
 
@@ -119,7 +119,7 @@ class StepRecorder:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the last frame contains no waiting or running sequence."""
+        """Whether no sequence was waiting or running at the last frame."""
         return not self._tables and not self._waiting[0]
 
     def frames_since(self, last: int) -> tuple[list[Frame], int]:
@@ -286,7 +286,7 @@ class StepRecorder:
         return name
 
     def _has_missed(self, step: ScheduledStep) -> bool:
-        """Return whether a sequence came and went between two frames, and may have evicted blocks unnoticed."""
+        """Return whether a sequence came and went between two frames. It may have evicted blocks unnoticed."""
         seqs = chain((seq for seq, _, _ in step.chunks), step.sampled_seqs[step.num_decodes :])
         return any(seq not in self._tables and seq not in self._just_released for seq in seqs)
 

@@ -100,7 +100,7 @@ class Watchers:
                 await self._call("stop_recording")
 
     async def _refresh(self) -> None:
-        """Read the state again, because requests may have been aborted without a step."""
+        """Read the engine's state again, because requests may have been aborted without a step."""
         if monotonic() >= self._next_refresh:
             self._next_refresh = monotonic() + QUIET
             await self._call("refresh_recording")

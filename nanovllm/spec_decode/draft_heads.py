@@ -25,10 +25,10 @@ class Head(DraftModel):
     """A draft head with one layer and a cache of the model's hidden states.
 
     Each step of the model writes hidden states to this cache, indexed by the model's cache slots, even if nothing is
-    drafted. So the cache stays correct after a prefix hit, a fork or a preemption. The head computes its rows when it
-    drafts, and each row needs the token at the next position. The last row of a shared block needs a token of the next
-    block, which may differ between sequences. This last row is exact only for the sequence that computed it last, so
-    drafts of other sequences may be slightly worse.
+    drafted. So the cache stays correct after a prefix hit, a fork or a preemption. When the head drafts, it computes
+    its own keys and values. The keys and values of a position (a row) also depend on the token at the next position.
+    For the last row of a shared block, this token may differ between sequences. This row is exact only for the sequence
+    that computed it last, so drafts of other sequences may be slightly worse.
 
     In a chain of drafts, the head writes its own hidden states to the cache. Later in the step, the model overwrites
     the head's hidden states.
@@ -39,7 +39,7 @@ class Head(DraftModel):
     def make_model(self) -> nn.Module:
         """Return the head's module, with a `HiddenStates` cache and hooks that call `keep` in each step."""
         model = self.runner.model.model
-        self.decoder = getattr(model, "language_model", model)  # a multimodal checkpoint has it
+        self.decoder = getattr(model, "language_model", model)  # a multimodal model has this attribute
         self.embed_tokens = self.decoder.embed_tokens
         config = self.runner.config
         with constructing(TensorParallel(), config.dtype):

@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 class DraftModel:
     """A draft model with a separate KV cache. The cache uses the target model's block ids.
 
-    There is no second block manager: a block is always allocated in both caches. Before the draft model drafts for a
-    sequence, it computes the sequence's missing rows. The cache may lack rows of the prompt, of blocks that a
-    preemption has freed, or of tokens that were generated without drafts.
+    There is no second block manager: a block is always allocated in both caches. A row is the keys and values of one
+    position of a sequence. Before the draft model drafts for a sequence, it computes the sequence's missing rows. The
+    cache may lack rows of the prompt, of blocks that a preemption has freed, or of tokens that were generated without
+    drafts.
 
     Each rank has the whole draft model. The ranks' results may differ in their last bits, so an all-reduce makes the
     ranks agree on each draft.
@@ -125,7 +126,7 @@ class DraftModel:
         """Compute the rows of `context`. CUDA graphs can capture this method."""
         with attention_context(context):
             self.compute(context.slot_mapping, token_slots, positions)
-        self.runner.tp.barrier(positions.device)  # ends a forward pass whose embeddings are a sum over ranks
+        self.runner.tp.barrier(positions.device)  # needed because the embeddings are a sum over ranks
 
     def draft_chains(self, req_indices: torch.Tensor, num_drafts: torch.Tensor, num_steps: int) -> None:
         """Draft up to `num_steps` tokens for each of D sequences. Each sequence lacks at most `width` rows.
@@ -140,7 +141,8 @@ class DraftModel:
         shape = ChainShape(num_steps, self.width, self.shift, runner.config.kvcache_block_size)
         *of_rows, newest, newest_slots = place_chains(req_indices, num_drafts, tables, self.num_computed, shape)
         steps = zip(*(x.split(sizes) for x in of_rows), newest, newest_slots)
-        for positions, context_lens, slots, token_slots, last, last_slot in steps:  # last: of each sequence
+        # last, last_slot: the position and the slot of each sequence's last row
+        for positions, context_lens, slots, token_slots, last, last_slot in steps:
             runner.slot_token_ids[last_slot] = token_ids
             width = len(slots) // n
             tables_of_rows = block_tables if width == 1 else block_tables.repeat_interleave(width, 0)

@@ -178,15 +178,15 @@ class DraftingScheduler(Scheduler):
         width = width_that_pays(expected, len(self.running), self.settings.step_cost)
         for seq, drafts, may_draft in planned:
             drafts = drafts if self.settings.is_synthetic else drafts[:width]
-            if may_draft and not drafts and "structured_outputs" not in seq.feature_state:  # they wait anyway
+            # a sequence with structured outputs waits for its tokens anyway
+            if may_draft and not drafts and "structured_outputs" not in seq.feature_state:
                 self.paces[seq].missed()
             self._plan(seq, drafts, all_wait or (may_draft and not self.paces[seq].pause))
 
     def _hold_for_others(self) -> bool:
-        """Hold the sequences whose tokens have arrived, while other drafting sequences are still in flight.
+        """If other drafting sequences are still in flight, hold the sequences whose tokens have arrived.
 
-        Otherwise, the held sequences and the sequences in flight would run in alternating steps, and need twice as many
-        steps.
+        If the sequences were not held, the two groups would run in alternating steps, and need twice as many steps.
         """
         if not any(seq.waits_for_token and seq.num_tokens > len(seq.token_ids) for seq in self.paces):
             return False

@@ -118,7 +118,7 @@ def check_mtp(folder: Path, target: ModelConfig, with_weights: bool) -> None:
 
 
 def find_mtp_tensors(folder: Path, quantization: Any) -> dict[str, Path]:
-    """Return a dict that maps the checkpoint's name of each tensor of the MTP head to its file.
+    """Return the file of each tensor of the MTP head, by the name of the tensor in the checkpoint.
 
     `quantization` is the checkpoint's QuantConfig or None.
     """
@@ -146,7 +146,7 @@ def read_mtp_tensors(folder: Path, quantization: Any) -> dict[str, torch.Tensor]
 
 
 def _dequantized(name: str, tensors: dict[str, torch.Tensor], quantization: Any, folder: Path) -> torch.Tensor:
-    """Return the weight `name` times the weight's scales, which are removed from `tensors`."""
+    """Return the weight `name`, multiplied by its scales. Remove the scales from `tensors`."""
     module, values = name.removesuffix(".weight"), tensors[name]
     scheme = quantization.scheme_of(module)
     scales = tensors.pop(f"{module}.{scheme.scale_name}", None) if scheme else None

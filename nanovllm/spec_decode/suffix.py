@@ -87,7 +87,7 @@ class SuffixAutomaton:
         return (self.next[state][token_id], length + 1) if state >= 0 else (ROOT, 0)
 
     def context(self, state: int, length: int, depth: int) -> tuple[int, int]:
-        """Return the state and length of the longest suffix that has a continuation and at most `depth` tokens."""
+        """Return the state and length of a context's longest suffix with a continuation and at most `depth` tokens."""
         while state > ROOT and (not self.next[state] or self.lengths[self.links[state]] >= depth):
             state = self.links[state]
             length = self.lengths[state]

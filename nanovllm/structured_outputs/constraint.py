@@ -93,7 +93,10 @@ class Constraint:
         return True
 
     def _restart(self) -> bool:
-        """Start again with the large automata, because the error may come from the size limit of the small automata."""
+        """Start again with the large automata, because the error may come from the size limit of the small automata.
+
+        Return False if the large automata have failed, too.
+        """
         self._automata.has_failed = True
         if self._automata.is_largest:
             return False
@@ -134,7 +137,7 @@ class Constraint:
         return self._free_but_ends if self.has_grammar else self._free
 
     def token_limit(self) -> int:
-        """Return how many tokens the sequence has when it needs a new mask."""
+        """Return the length of the sequence, in tokens, at which it needs a new mask."""
         seq, reasoning = self._seq, self.reasoning
         if reasoning is None or self._budget is None or reasoning.stage is Stage.ENDED:
             return seq.max_num_tokens
@@ -191,7 +194,7 @@ class Constraint:
         return self._with_text(mask)
 
     def _with_text(self, mask: np.ndarray) -> np.ndarray:
-        """Correct an llguidance mask that allows a single token if the grammar refuses this token.
+        """Correct llguidance's mask if it allows only one token, and the grammar refuses this token.
 
         If only one text can follow, llguidance allows only the first token of this text. The first token may be an
         added token, which the grammar does not accept as text. If the tokenizer normalizes texts, the token may begin a

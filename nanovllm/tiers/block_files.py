@@ -33,7 +33,7 @@ class BlockFiles:
     """
 
     def __init__(self, folder: Path, max_bytes: int):
-        """`max_bytes` limits the size of all files together. Files of earlier engines are used and count."""
+        """`max_bytes` limits the size of all files together, including files of earlier engines, which are used."""
         self.folder, self.max_bytes = folder, max_bytes
         for file in folder.glob("*.tmp"):  # an engine may have ended early, or may write this file now
             with suppress(FileNotFoundError):

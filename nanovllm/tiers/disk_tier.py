@@ -119,7 +119,9 @@ class DiskTier(HostTier):
         super().clear()
 
     def close(self, contents: Iterable[CachedBlock]) -> None:
-        """Write the blocks of the device and of host memory, for at most EXIT_SECONDS. Then end the threads.
+        """Write the blocks that are on the device or in host memory to files, for at most EXIT_SECONDS.
+
+        Then end the threads.
 
         `contents` begins with the most recent blocks, which are written first.
         """
@@ -143,7 +145,10 @@ class DiskTier(HostTier):
         self._files = None
 
     def _begin_writes(self, hashes: list[int]) -> None:
-        """Write the blocks with these hashes, except for those that have files. At most half of the rows are used."""
+        """Queue the blocks with these hashes to be written to files, except for blocks that have files.
+
+        Queued blocks hold at most half of the rows in host memory.
+        """
         if self._files is None or not hashes:
             return
         is_copied = self._runner.host_blocks.end_of_puts()
@@ -182,7 +187,7 @@ class DiskTier(HostTier):
         return read.has_arrived()
 
     def _end_read(self, read: Read, futures: dict[int, Future]) -> None:
-        """Add the blocks that were read to host memory. Raises OSError if a block could not be read."""
+        """Add the blocks that threads have read to `_entries`. Raises OSError if a block could not be read."""
         assert self._files is not None, "`clear` would have ended the read"
         self._file_reads.remove(read)
         errors = {block_hash: error for block_hash, future in futures.items() if (error := future.exception())}
@@ -199,7 +204,7 @@ class DiskTier(HostTier):
         self._engine.scheduler.totals["disk_blocks"] += len(futures)
 
     def _release(self, read: Read) -> None:
-        """Free the rows of the entries that are not in host memory, and let the other blocks leave host memory."""
+        """Free the rows of `read.entries`, whose blocks are not used, and let `read.kept` leave host memory again."""
         for entry in read.kept:
             entry.num_reads -= 1
         self._free_rows += [row for entry in read.entries.values() for row in entry.rows]
@@ -255,7 +260,7 @@ def use_disk_tier(engine: Engine) -> None:
 def fingerprint(config: "Config", runner: "ModelRunner") -> str:
     """Return a hash of everything on which the contents of a block depend: the weights, and how blocks store tokens.
 
-    Of the weight files, the hash contains the names, sizes, times, and some of the bytes.
+    The hash covers the names, sizes and modification times of the weight files, and some of their bytes.
     """
     folders, drafting = [Path(config.model).resolve()], config.speculative_config
     if drafting is not None and drafting.model is not None:
@@ -282,7 +287,7 @@ def _described(file: Path) -> list:
 
 
 def _stored_salt(file: Path) -> int:
-    """Return the number in a file. If there is no such file, or not the whole number, first write a random number."""
+    """Return the number in a file. If the file is missing or stays incomplete, write a random number first."""
     try:
         with suppress(FileExistsError), file.open("xb") as new:
             new.write(secrets.token_bytes(SALT_BYTES))
@@ -298,7 +303,7 @@ def _stored_salt(file: Path) -> int:
 
 
 def _save(engine: Engine, tier: DiskTier) -> None:
-    """Write the blocks that the prefix cache still has."""
+    """Write the blocks that are still in the prefix cache to files."""
     try:
         if engine.model_runner is not None:
             blocks = engine.scheduler.block_manager

@@ -42,7 +42,7 @@ class Memcpy2D(Structure):
 
     @classmethod
     def of(cls, target: torch.Tensor, source: torch.Tensor) -> "Memcpy2D":
-        """Describe a copy between two parts with the same shape. The layers of a part are equally far apart."""
+        """Describe a copy between two parts with the same shape. All layers of a part are the same distance apart."""
         height = 1 if source.dim() == 1 else source.shape[0] * source.shape[1]
         return cls(_Side.of(source, height), _Side.of(target, height), source.nbytes // height, height)
 
@@ -50,9 +50,9 @@ class Memcpy2D(Structure):
 class HostBlocks:
     """Stores each block in one row of bytes: its token ids and the keys and values of all layers.
 
-    A state is larger than a block, and takes several rows. On a CPU, copies end immediately. `copies` [2, C] contains
-    ids of blocks and states, and rows. The rows of a state follow each other. Each call of `put` and `get` has a
-    different number.
+    A state is larger than a block, and takes several rows. On a CPU, copies end immediately. Each column of `copies`
+    [2, C] is a pair: the id of a block or state, and a row. The pairs of a state are adjacent. `number` identifies a
+    call of `put` or `get`.
     """
 
     def __init__(self, runner: "ModelRunner", num_rows: int):
@@ -79,13 +79,13 @@ class HostBlocks:
         return lambda: True
 
     def order_steps(self, numbers: list[int]) -> None:
-        """Make all later steps wait for these copies."""
+        """Make all later steps wait for the copies with these numbers."""
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
     def _parts(self, runner: "ModelRunner", copies: np.ndarray) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield views of the parts of blocks and states, on the device and in the rows."""
+        """For each part of a block or state in `copies`, yield two views: on the device, and in host memory."""
         for block_id, pairs in groupby(copies.T.tolist(), key=lambda pair: pair[0]):
             for parts, (_, row) in zip(rows_of(runner, block_id), pairs, strict=True):
                 end = 0
@@ -179,7 +179,7 @@ def allocate(num_bytes: int) -> torch.Tensor:
 
 
 def _unpin(rows: torch.Tensor, address: c_void_p, device: torch.device) -> None:
-    """Unpin the memory of `rows`. As an argument, the tensor stays alive until this call."""
+    """Unpin the memory of `rows`. The argument keeps the tensor alive until this call."""
     torch.cuda.synchronize(device)
     call_driver("cuMemHostUnregister", address)
 
@@ -191,9 +191,9 @@ def row_bytes(runner: "ModelRunner") -> int:
 
 
 def rows_of(runner: "ModelRunner", block_id: int) -> list[list[torch.Tensor]]:
-    """Return views of everything that this rank stores for a block or a state: the parts in each row.
+    """Return views of everything that this rank stores for a block or a state, as a list of parts for each row.
 
-    The parts of a state are cut so that they fit: [1, layers, *] becomes columns of all layers.
+    The parts of a state are viewed as [1, layers, N], and cut along N into pieces that fit into rows.
     """
     parts = block_parts(runner._cached_token_ids, runner.caches, block_id)
     if block_id < len(runner._cached_token_ids):

@@ -22,7 +22,7 @@ T = TypeVar("T", bound="HostTier")
 
 @dataclass(slots=True)
 class Entry:
-    """Stored contents. While `num_reads` is not 0, copies to the device read the rows, so they are not overwritten."""
+    """Stored contents. While `num_reads` is not 0, copies read the rows, so the rows must not be overwritten."""
 
     token_ids: list[int]
     rows: list[int]
@@ -47,7 +47,7 @@ class HostTier(Connector):
         entry = self._entries.get(block_hash)
         if entry is None or entry.token_ids != token_ids:
             return False
-        self._entries.move_to_end(block_hash)  # so that blocks that are evicted for its copy do not replace it
+        self._entries.move_to_end(block_hash)  # else, blocks that the device evicts for it might replace it
         return True
 
     def put(self, blocks: list[CachedBlock]) -> None:

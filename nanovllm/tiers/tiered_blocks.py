@@ -30,7 +30,7 @@ IDLE_SECONDS = 0.0005  # between two checks whether a load has ended, if no sequ
 
 
 def report_loss(totals: Counter[str], problem: str) -> None:
-    """Count a failed copy. Log a warning for the first one only, because a failing store may fail often."""
+    """Count a failed copy. Log a warning only for the first failed copy, because a failing store may fail often."""
     logger.log(logging.DEBUG if totals["lost_copies"] else logging.WARNING, problem)
     totals["lost_copies"] += 1
 
@@ -56,8 +56,8 @@ class TieredBlockManager(BlockManager):
     These methods replace methods of an engine's block manager. If a manager also stores other contents than the blocks
     of `Sequence.block_table`, a subclass handles these contents.
 
-    **Out.** At the start of each step, the blocks that will be evicted next are stored. The copy of an evicted block
-    has therefore usually ended long before, and the device does not wait. If a step evicts a block whose copy has not
+    **Out.** At the start of each step, the blocks that will be evicted next are stored. So the copy of a block has
+    usually ended long before its eviction, and the device does not wait. If a step evicts a block whose copy has not
     ended, the step waits for the copy.
 
     **In.** If the store has blocks of a waiting sequence, the sequence keeps waiting while `fetch` loads these blocks
@@ -163,7 +163,7 @@ class TieredBlockManager(BlockManager):
         return None if load.has_ended else load
 
     def _longest_prefix(self, seq: Sequence) -> list[Key]:
-        """Return the keys of all contents that the longest cached prefix of `seq` needs, on device or in the store."""
+        """Return the keys of all contents of the longest prefix of `seq` that is on the device or in the store."""
         keys = self._known_blocks(seq)
         end = last = len(keys)
         while last > self._first_needed(end):  # look for the second contents of the blocks that end before `end`
@@ -222,7 +222,7 @@ class TieredBlockManager(BlockManager):
         load.contents = []
 
     def _end(self, load: Load) -> None:
-        """Put what has arrived into the prefix cache, and free all blocks of the load."""
+        """Put the contents that have arrived into the prefix cache, and release all blocks of the load."""
         self.connector.order_steps(load.block_ids)
         for content in load.contents:
             del self._arriving[content.block_hash]
@@ -242,7 +242,7 @@ class TieredBlockManager(BlockManager):
             self._put_at_once(evicted)
 
     def _put_at_once(self, contents: list[CachedBlock]) -> None:
-        """Store contents that the next step may overwrite."""
+        """Store contents. Later steps wait for the copies, because they may overwrite the blocks."""
         self._put(contents)
         self.connector.order_steps([block_id for content in contents for block_id in content.block_ids])
 
@@ -258,20 +258,20 @@ class TieredBlockManager(BlockManager):
     # -- what a subclass adds to ---------------------------------------------------------------------------------------
 
     def _first_needed(self, num_blocks: int) -> int:
-        """Return the first block of a prefix of `num_blocks` blocks that needs second contents (with hash `~h`)."""
+        """In a prefix of `num_blocks` blocks, return the index of the first block with second contents (hash `~h`)."""
         return num_blocks
 
     def _ids_on_device(self, block_hash: int, token_ids: list[int]) -> tuple[int, ...] | None:
-        """Return where the device's prefix cache has these contents, or None."""
+        """Return the ids of the blocks or the state that store these contents on the device, or None."""
         block_id = self.hash_to_block_id.get(block_hash)
         return None if block_id is None or self.blocks[block_id].token_ids != token_ids else (block_id,)
 
     def _leaving(self, block: Block) -> list[CachedBlock]:
-        """Return what must be stored when `block` is evicted."""
+        """Return the contents that must be stored when `block` is evicted."""
         return [CachedBlock(block.hash, block.token_ids, (block.block_id,))]
 
     def _next_evicted(self) -> Iterator[CachedBlock]:
-        """Yield what will be evicted next, unless it is known to be stored."""
+        """Yield the contents that will be evicted next, except for contents that are known to be stored."""
         for block_id in islice(self.free_block_ids, NUM_AHEAD):
             if block_id not in self._stored and self.blocks[block_id].hash != -1:
                 yield from self._leaving(self.blocks[block_id])
@@ -281,15 +281,15 @@ class TieredBlockManager(BlockManager):
         return self.can_allocate(seq, num_spare)
 
     def _num_reserved(self, num_blocks: int) -> int:
-        """Return `num_spare` for a sequence that needs `num_blocks` blocks in addition to the loaded blocks."""
+        """Return the `Load.num_reserved` of a sequence that needs `num_blocks` blocks in addition to loaded blocks."""
         return num_blocks
 
     def _allocate_for(self, block_hash: int) -> tuple[int, ...]:
-        """Return where contents with this hash can be loaded."""
+        """Allocate blocks or a state for contents with this hash, and return the ids."""
         return (self._allocate_block(),)
 
     def _insert(self, content: CachedBlock) -> bool:
-        """Put loaded contents into the prefix cache. Return False if other contents already have their place."""
+        """Put loaded contents into the prefix cache. Return False if the cache can't use them."""
         self.insert(self.blocks[content.block_ids[0]], content.block_hash, content.token_ids)
         return True
 
@@ -365,16 +365,16 @@ class TieredStates(TieredBlockManager, StateBlockManager):
 
 
 class TieredWindows(TieredBlockManager, WindowBlockManager):
-    """Also stores and loads columns of the window tables. A column has the second hash of its tokens.
+    """Also stores and loads columns of the window tables. The hash of a column is `~h`: see CachedBlock.
 
-    Most columns are freed when the window of a running sequence has passed them. They only serve prompts that diverge
-    from this sequence within the next few blocks, so they are not stored. Columns are stored at the end of a prompt, at
-    the end of a sequence, and at the end of a prefix that a second prompt shares.
+    Most columns are freed when the window of a running sequence has passed them. Such columns only serve prompts that
+    diverge from this sequence within the next few blocks, so these columns are not stored. Columns are stored at the
+    end of a prompt, at the end of a sequence, and at the end of a prefix that a second prompt shares.
     """
 
     def reset(self) -> None:
         super().reset()
-        self._ends: dict[Sequence, set[int]] = {}  # columns of running sequences at such ends
+        self._ends: dict[Sequence, set[int]] = {}  # for running sequences: indices of the columns to store
         self._passed: set[int] = set()  # the first block id of each cached column that is not stored
 
     def allocate(self, seq: Sequence) -> None:
@@ -497,11 +497,11 @@ class TieredQueue(WaitingQueue):
         while (seq := self._others.first()) is not None:
             num_others = scheduler.num_others(seq)
             if num_others >= scheduler.max_num_seqs or scheduler.admission.is_on(num_running):
-                return seq  # the scheduler does not admit it in this step
+                return seq  # the scheduler does not admit `seq` in this step
             if (load := blocks.fetch(seq, num_spare=num_others)) is None:
                 if not self._loading or blocks.can_allocate(seq, num_spare=num_others):
                     return seq
-                break  # loads may hold the blocks that it lacks, and returning it would pause all admissions
+                break  # loads may hold the blocks that `seq` needs; returning `seq` would pause all admissions
             self._others.discard(seq)
             self._loading[seq] = load
         if self._loading and not num_running:

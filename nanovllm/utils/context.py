@@ -20,7 +20,7 @@ class Context:
     """
 
     is_prefill: bool = False  # whether there are chunks of prompts
-    cu_seqlens_q: torch.Tensor = _UNSET  # [B + 1] int32: where each row's new tokens begin; only set if `is_prefill`
+    cu_seqlens_q: torch.Tensor = _UNSET  # [B + 1] int32: where new tokens begin; only set if `is_prefill`
     max_seqlen_q: int = 1
     slot_mapping: torch.Tensor = _UNSET  # [T] int32: cache slots for keys and values; -1: do not store
     context_lens: torch.Tensor = _UNSET  # [B] int32: how many tokens to attend to, including this step's
@@ -65,7 +65,7 @@ def attention_context(context: Context) -> Iterator[None]:
 
 
 def of_tokens(of_requests: torch.Tensor) -> torch.Tensor:
-    """Return a value for each token of the step that this thread computes: [T].
+    """Return the value of each token's request, for all tokens of the step that this thread computes: [T].
 
     `of_requests` [requests] contains the value of each request. Padding gets the value of an arbitrary request.
     """

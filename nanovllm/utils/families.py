@@ -21,7 +21,7 @@ MODELS |= {
 
 
 def find_model_type(raw: dict, file: Path) -> str:
-    """Return the key in MODELS for a config.json, by its `model_type`. Other entries decide if the type is unknown."""
+    """Return the key in MODELS for a config.json, by its `model_type` or, if this is unknown, by other entries."""
     model_type = str(raw.get("model_type"))
     return model_type if model_type in MODELS else find_by_architecture(raw, file)
 

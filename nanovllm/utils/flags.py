@@ -87,7 +87,7 @@ def _items(values: list[str]) -> list[str]:
 
 
 def descriptions(settings: type) -> dict[str, str]:
-    """Return the text after each `name: ` in a docstring, with its indented continuation lines."""
+    """Return the text of each field in the docstring, by name: the rest of the line `name: ...`, and indented lines."""
     texts: dict[str, str] = {}
     doc = inspect.cleandoc(settings.__doc__ or "")  # Python 3.13 removes the indentation itself
     for names, lines in re.findall(r"^(\w+(?:, \w+)*): (.*(?:\n    .*)*)", doc, re.MULTILINE):
@@ -115,7 +115,7 @@ def _in_words_of_a_shell(text: str, flags: Mapping[str, str]) -> str:
 def _options(field: Field) -> dict[str, Any]:
     """Return argparse's options for a field.
 
-    If the field's type is a union, the first type that the tests below find decides. Other types are text.
+    If the field's type is a union, the first test below that finds one of its types decides. Other types are text.
     """
     hint = field.type
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_is_held = False  # by an enclosing block of the main thread
+_is_held = False  # whether a block of the main thread delays Ctrl-C
 
 
 @contextmanager

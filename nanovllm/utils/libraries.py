@@ -86,7 +86,7 @@ def _import_modules(native: Future) -> None:
 class _DistributionsOfPackages(Mapping[str, list[str]]):
     """A lazy `importlib.metadata.packages_distributions()`.
 
-    The metadata of all installed packages is read only if the distribution of a requested package has another name.
+    The metadata of all installed packages is read only if a package's name differs from its distribution's name.
     """
 
     @cached_property

@@ -60,7 +60,9 @@ def load_tokenizer(folder: str):
 def parameter(
     shape: tuple[int, ...], weight_loader: Callable, dtype: torch.dtype | None = None, is_linear: bool = False
 ) -> nn.Parameter:
-    """Make a parameter with a `weight_loader(parameter, loaded_weight, *shard_id)`, which returns the filled part.
+    """Make a parameter with a `weight_loader(parameter, loaded_weight, *shard_id)`.
+
+    The loader returns the part of the parameter that it has filled.
 
     The default dtype is the dtype of the model under construction. If the model is quantized, a parameter with
     `is_linear` gets a shape but no memory, because a weight format will replace it.
@@ -100,13 +102,13 @@ class Shard(NamedTuple):
 
     @property
     def parts(self) -> list["Shard"]:
-        """The Shards of which this object consists. A `RowRanges` consists of several Shards."""
+        """The Shards of which this object consists: only itself. (A `RowRanges` consists of several Shards.)"""
         return [self]
 
     def copy(self, target: torch.Tensor, weight) -> torch.Tensor:
         """Copy this part of a weight or bias to `target`. Return the part of `target` that was filled.
 
-        `weight` is as in `check_shape`. Only this part of a safetensors slice is read.
+        `weight` is described in `check_shape`. Only this part of a safetensors slice is read.
         """
         weight = check_shape(weight, self.shape[: target.dim()])
         weight = weight[self.rows, self.columns] if target.dim() == 2 else weight[self.rows]

@@ -25,9 +25,9 @@ class RowsOf:
 
 
 def load_whole(load: Callable, layer: Any, weight) -> torch.Tensor | None:
-    """Load a tensor that contains the rows of all parts (a weight, a bias or scales), one part after another.
+    """Load a tensor (a weight, a bias or scales) that contains all parts of a merged layer, one after another.
 
-    load: the parameter's `weight_loader`, which takes a part and its shard id. A single scale is passed to all parts.
+    load: the parameter's `weight_loader`, which takes a part and its shard id. A single scale is used for all parts.
     Return the smallest and the largest value of each part as one tensor, or None if `load` returns None.
     """
     sizes, bounds, first = layer.output_sizes, [], 0
@@ -41,7 +41,7 @@ def load_whole(load: Callable, layer: Any, weight) -> torch.Tensor | None:
 def _rows(weight: Any, first: int, size: int, total: int) -> tuple[Any, int]:
     """Return a part of `weight`, and the row where the next part begins.
 
-    The part begins at row `first`, and contains the rows of `size` of the layer's `total` outputs.
+    The part begins at row `first`, and covers `size` of the layer's `total` outputs.
     """
     if callable(weight):  # random numbers of any shape
         return weight, first

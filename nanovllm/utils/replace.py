@@ -5,10 +5,11 @@ from typing import Any
 
 
 def replace_methods(module: Any, form: type, prefix: str) -> None:
-    """Override an object's methods with `form`'s methods. `isinstance`, names and parameters do not change.
+    """Override an object's methods with `form`'s methods.
 
-    As in PyTorch's `fully_shard`, the object's new class is a subclass of both `form` and the old class. The new
-    class's name begins with `prefix`.
+    The object's parameters and their names do not change, and `isinstance` still finds the old class. As in PyTorch's
+    `fully_shard`, the object's new class is a subclass of both `form` and the old class. The new class's name begins
+    with `prefix`.
     """
     module.__class__ = _subclass(form, type(module), prefix)
 

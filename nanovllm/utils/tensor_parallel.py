@@ -9,7 +9,7 @@ class TensorParallel:
     """Splits a model over `size` ranks and defines their collective operations. This process is rank `rank`.
 
     This class implements a single rank, which does not communicate. With `size` > 1, an instance of this class can only
-    compute shards.
+    compute the sizes and the slices of shards.
     """
 
     lost = False  # whether another rank is gone, so that this rank's results are invalid

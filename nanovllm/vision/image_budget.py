@@ -14,7 +14,7 @@ from nanovllm.vision.prompt_images import PromptImage, images_in
 
 
 def cost_of_image(num_tokens: int, config: ModelConfig) -> int:
-    """Return the cost of an image of `num_tokens` tokens, in tokens of a budget."""
+    """Return the cost of an image of `num_tokens` tokens, in tokens of a step's budget."""
     operations = config.layer_operations * config.num_hidden_layers
     return -(-config.vision.operations(num_tokens) // operations)
 

@@ -24,10 +24,10 @@ def has_images(step: ScheduledStep) -> bool:
 
 
 class RequestImages(StepFeature):
-    """The state of a sequence is its PromptImages. Without images, a sequence has no state.
+    """The feature's state for a sequence is the sequence's PromptImages. Without images, a sequence has no state.
 
-    A VisionRunner uses this feature in all steps with chunks, because each new sequence must replace the delta of an
-    earlier sequence with the same request index.
+    A VisionRunner uses this feature in all steps with chunks, because each new sequence must replace the `delta` (see
+    PromptImages) of an earlier sequence with the same request index.
     """
 
     @classmethod

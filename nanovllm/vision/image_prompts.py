@@ -73,7 +73,7 @@ class ImagePrompts:
         return text, token_ids, PromptImages(images, token_ids, image_token_id)
 
     def read_all(self, prompts: list) -> list:
-        """Return the prompts with PromptImages in place of their images, which several threads read.
+        """Read images in several threads. Return the prompts with a PromptImage in place of each image.
 
         Images that can't be read stay in the prompts, so that `read` raises the error.
         """

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from nanovllm.config import Config
 
 MAX_SECONDS = 5.0  # for connecting, and again for the download
-NAT64 = ipaddress.ip_network("64:ff9b::/96")  # a gateway may send these to private IPv4 addresses
+NAT64 = ipaddress.ip_network("64:ff9b::/96")  # a gateway may map these addresses to private IPv4 addresses
 PORTS = {"http": 80, "https": 443}
-ESCAPES = {"%2B": "+", "%2F": "/", "%3D": "="}  # of the characters of base64
+ESCAPES = {"%2B": "+", "%2F": "/", "%3D": "="}  # for the characters of base64
 
 
 def fetch(url: str, config: "Config", max_bytes: int) -> bytes:
@@ -133,12 +133,12 @@ def _get(connection: http.client.HTTPConnection, target: str, max_bytes: int, un
 
 def _shut_down(sock: socket.socket) -> None:
     """Make another thread stop waiting for a socket, during the TLS handshake, the headers or the body."""
-    with suppress(OSError):  # it is closed
+    with suppress(OSError):  # the socket is already closed
         socket.socket.shutdown(sock, socket.SHUT_RDWR)  # SSLSocket.shutdown would go on in plain text
 
 
 def _public_address(host: str, port: int) -> tuple[str, int]:
-    """Return the address to connect to. A second lookup of `host` might return a private address."""
+    """Return the public address of `host` to connect to, because a second lookup might return a private address."""
     addresses = [str(address[0]) for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     for address in addresses:
         ip: Any = ipaddress.ip_address(address)

@@ -11,7 +11,7 @@ class PromptImage(NamedTuple):
     """An image whose size fits the tower.
 
     pixels: uint8 [patches, 3, patch_size, patch_size] as bytes. The patches of a token are adjacent.
-    rows, columns: how many tokens the image has in each direction.
+    rows, columns: the height and the width of the image in tokens.
     digest: 16 bytes that depend on the pixels, rows and columns. Images with equal digests share cached blocks.
     """
 

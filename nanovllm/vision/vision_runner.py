@@ -116,11 +116,11 @@ class VisionRunner(BatchRunner):
     """Computes the embeddings of a step's images before the step.
 
     If a chunk begins before the end of its prompt's last image, the step runs without CUDA graphs, and each token has
-    three positions. In all other steps, a token has one position: its index plus the delta of its request.
+    three positions. In all other steps, a token has one position: its index plus its request's `PromptImages.delta`.
     """
 
     _has_images = False  # whether a chunk of the step that is prepared begins before the end of an image
-    _placed: list[list[int]] | None = None  # of RequestImages, in a step with images that runs
+    _placed: list[list[int]] | None = None  # from RequestImages, while a step with images runs
     _chunk_positions: torch.Tensor | None = None
 
     def make_tables(self) -> None:

@@ -58,20 +58,20 @@ def encode_request(new: NewRequest) -> tuple[int, bytes]:
 
 
 class Channel:
-    """One end of a socket pair. One thread may receive while other threads send. `close` stops all these threads."""
+    """One end of a socket pair. One thread may receive while other threads send. `close` makes their calls fail."""
 
     def __init__(self, end: socket.socket):
         self._socket, self._lock = end, threading.Lock()
         self._stream = end.makefile("rb")
 
     def fileno(self) -> int:
-        """Return the file descriptor, with which `wait` can wait for several channels."""
+        """Return the file descriptor, so that `multiprocessing.connection.wait` can wait for several channels."""
         return self._socket.fileno()
 
     def send(self, message: Struct) -> None:
         """Send a message. Raises OSError if the other end is closed.
 
-        If another error is raised, nothing was sent.
+        After any other error, nothing was sent.
         """
         data = _encode(message)
         with self._lock:

@@ -96,9 +96,9 @@ class Fronts:
     def __init__(self, plan: FrontPlan):
         self._plan = plan
         self._make_session: Callable[[Channel], object] = lambda channel: None
-        self._has_engine = False  # while the engine is being loaded
+        self._has_engine = False  # until the engine is loaded
         self._processes: dict[int, SpawnProcess] = {}  # by index
-        self._starting: dict[int, tuple[Channel, float]] = {}  # by index: fronts that are not ready, and the deadline
+        self._starting: dict[int, tuple[Channel, float]] = {}  # fronts that are not ready yet, with deadlines
         self._num_failures = [0] * len(plan.num_live)  # failed starts in a row
         self._ready_at = [-inf] * len(plan.num_live)  # when each front last became ready
         self.is_ending = self.has_failed = False

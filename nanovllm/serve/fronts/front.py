@@ -84,7 +84,7 @@ def _makes_text(params: SamplingParams) -> bool:
 
 
 class FrontClient(EngineClient):
-    """The engine client of a front. One message contains all that is sent within one iteration of the event loop."""
+    """The engine client of a front. Everything sent within one iteration of the event loop goes into one message."""
 
     reads_adapters = False  # the engine's process has read them; a front's first message says that the front listens
 
@@ -140,7 +140,7 @@ class FrontClient(EngineClient):
             self._channel.send(message)
         except OSError as error:
             self._lose(str(error))
-        except Exception as error:  # the arguments of a call can't be encoded; requests already are
+        except Exception as error:  # a call's arguments can't be encoded; requests are encoded already
             for number, *_ in message.calls:
                 if not (call := self._calls[number]).done():
                     call.set_exception(RuntimeError(str(error)))

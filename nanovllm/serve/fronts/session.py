@@ -57,7 +57,7 @@ class Session(Replica):
         try:
             result = getattr(self._calls, name)(*arguments)
             return number, _encodable(result) if isinstance(result, str) else result, ""
-        except Exception as error:  # the engine was closed, or the call has failed: others go on
+        except Exception as error:  # the engine was closed, or the call has failed: other calls go on
             return number, None, _as_text(error)
 
     def _make_request(self, new: NewRequest) -> Any:  # a beam search is no CompletionRequest
@@ -95,7 +95,10 @@ class Session(Replica):
                 self._on_failure()
 
     def _send_singly(self, message: FromEngine) -> None:
-        """Send the parts of a message that can't be encoded as a whole."""
+        """Send a message's outputs one by one, because the whole message can't be encoded.
+
+        An output that can't be encoded becomes an error.
+        """
         parts = [(delta.request_id, FromEngine(deltas=[delta])) for delta in message.deltas]
         parts += [(final.request_id, FromEngine(finals=[final])) for final in message.finals]
         for request_id, part in parts:

@@ -24,7 +24,7 @@ from nanovllm.utils.progress import progress_bar
 from nanovllm.utils.waiting import waiting_for
 
 SUBMIT_BATCH = 64  # requests that are sent together
-REORDERED = 4  # times `_window`: how many prompts are read before the output of an earlier prompt is complete
+REORDERED = 4  # prompts are read at most `REORDERED * _window` positions ahead of the next output
 
 
 class RayLLM:

@@ -99,7 +99,7 @@ class Replica:
         """Drop requests. They get no output."""
         request_ids = [*request_ids]
         if late := self._in_grammar_thread.intersection(request_ids):
-            self._grammar_thread.submit(self.discard, late)  # after this thread has made the requests
+            self._grammar_thread.submit(self.discard, late)  # after that thread has made the requests
         self._engine_thread.discard([i for i in request_ids if i not in late and self._forget(i)])
 
     def abort(self, request_id: int) -> None:
@@ -193,7 +193,7 @@ class Replica:
         return deltas, finals
 
     def _end_answers(self, request_id: int, count: int) -> bool:
-        """Count the ended answers of a request."""
+        """Count `count` more ended answers of a request. Return whether no answer is left."""
         with self._changed:
             if request_id not in self._num_unfinished:  # it was discarded
                 return False

@@ -197,7 +197,7 @@ class Answer:
 
 
 def _problem(error: Exception) -> str:
-    """Return the message of an error. An error about a file names the file, and has no number."""
+    """Return the message of an error. If a file caused the error, the message names the file, without an errno."""
     return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
 
 

@@ -92,7 +92,7 @@ class LocalModel:
 
 
 class Server:
-    """A running server, which chooses values for parameters that are not set."""
+    """A running server. The server chooses values for parameters that are not set."""
 
     def __init__(self, url: str, model: str | None, api_key: str | None):
         """Raises OSError if a request fails, and ValueError for a wrong URL or if the server lists no models."""
