@@ -137,9 +137,9 @@ class GatedDeltaNet(nn.Module):
 
     @property
     def captures_chunks(self) -> bool:
-        """Whether CUDA graphs can contain chunks.
+        """Whether CUDA graphs can contain prefill chunks of this layer.
 
-        CUDA graphs can contain chunks only if a kernel computes them: the plain definition reads lengths on the host.
+        Only if a kernel computes the chunks, because the plain definition reads lengths on the host.
         """
         return "delta_net_chunks" in ops_for(self.A_log.device)
 
@@ -187,7 +187,7 @@ def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -
     """Compute convolution, gates, delta rule and gated norm for one token of each of B sequences. Fill `out`.
 
     qkvz [B, channels + heads * value_dim]; ba [B, 2 heads]; out [B, heads * value_dim]; layer: a GatedDeltaNet
-    rows: [B], the states to read and overwrite. Only padding may repeat a row.
+    rows: [B], the rows of the states to read and overwrite. Only padding may repeat a row.
     count: [1] int32; if given, how many of the B sequences are not padding
     """
     n = len(rows) if count is None else int(count)

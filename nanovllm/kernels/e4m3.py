@@ -14,7 +14,7 @@ import triton.language as tl
 
 # no scale is 0, because attention takes the logarithm of scales
 MIN_SCALE = tl.constexpr(2.0**-32)
-ONES = tl.constexpr(0x3F803F80)  # a pair of scales, bfloat16
+ONES = tl.constexpr(0x3F803F80)  # a pair of bfloat16 scales, both 1
 
 
 @triton.jit

@@ -39,7 +39,7 @@ from nanovllm.quantization.kernels.multiply_scaled import (
 )
 from nanovllm.quantization.kernels.packed_gemm import best_packed_split_k, dequantize_packed, packed_linear
 
-TINY_WEIGHTS, TINY_SPLIT_K = 2**20, 16  # splitting a small GEMM saves time, although the parts must be added
+TINY_WEIGHTS, TINY_SPLIT_K = 2**20, 16  # splitting K of a small GEMM saves time, although the summands must be added
 
 
 def linear(x, weight, bias=None):

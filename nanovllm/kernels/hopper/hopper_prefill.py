@@ -72,9 +72,9 @@ def _first_tile(position, SHAPE: gl.constexpr):
 def _work(n, plan, SHAPE: gl.constexpr):
     """Return the n-th query tile of this program.
 
-    The first field of the result is the end of the key tiles, or 0 after the last query tile. Query tiles are sorted by
-    descending number of keys. The tiles are dealt to the programs in alternating order: first program to last, then
-    last to first.
+    The first field of the result is the index after the last key tile, or 0 if there is no n-th query tile. Query tiles
+    are sorted by descending number of keys. The tiles are dealt to the programs in alternating order: first program to
+    last, then last to first.
     """
     plan_ptrs, num_tiles, _ = plan
     tiles_ptr, starts_ptr, lengths_ptr, _ = plan_ptrs

@@ -19,7 +19,9 @@ PREFETCH = "prefetch_rows"  # only fills the L2 cache: the kernel reads the valu
 
 
 def check_early_reads(function: Callable, early: tuple[str, ...]) -> None:
-    """Raise AssertionError unless a kernel waits and, before it waits, writes nothing and reads exactly `early`."""
+    """Require that a kernel waits and, before the wait, writes nothing and reads exactly the parameters `early`.
+    Otherwise, raise AssertionError.
+    """
     body = _Body(function)
     waits = body.run(body.node.body)
     name = function.__name__
@@ -41,7 +43,7 @@ class _Body:
         parameters = [argument.arg for argument in self.node.args.args]
         if roots_of_arguments is None:  # a kernel, not a function that it calls
             roots_of_arguments = [{name} if name.endswith(ADDRESS_ENDINGS) else set() for name in parameters]
-        # local name -> its roots: the kernel's pointer parameters from which an address in it may be derived
+        # local name -> its roots: the kernel's pointer parameters from which the name's value may be derived
         self.roots = dict(zip(parameters, roots_of_arguments))
         self.reads: set[str] = set()
         self.returned: set[str] = set()  # the roots of what the function returns
@@ -89,7 +91,7 @@ class _Body:
                     self.roots[node.id] = self.roots.get(node.id, set()) | roots
 
     def address_roots(self, node: ast.AST) -> set[str]:
-        """Add the memory reads in `node` to `self.reads`.
+        """Add the pointer parameters whose memory `node` reads to `self.reads`.
 
         Return the pointer parameters from which addresses in `node` are derived.
         """

@@ -11,7 +11,7 @@ from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launc
 from nanovllm.kernels.linear.activate import activate
 from nanovllm.kernels.linear.tiles import NO_NORM, Tiles
 
-MAX_OUTPUTS = 16  # of a program with an adapter, a power of two
+MAX_OUTPUTS = 16  # per program, with an adapter; a power of two
 
 
 class Inputs(NamedTuple):
@@ -40,7 +40,7 @@ class AdapterShape(NamedTuple):
     splits: int
     parts: int
     max_rank: int
-    rank_stride: int  # between the ranks of two slots
+    rank_stride: int  # between the ranks of adjacent slots
 
 
 @triton.jit
@@ -55,9 +55,9 @@ def _part_of(adapter_ptrs, n, SHAPE: tl.constexpr):
 
 @triton.jit
 def _adapter_summands(adapter_ptrs, part, n, is_n, k, N, SHAPE: tl.constexpr):
-    """Return a tile [tile_n, tile_k] whose rows add up to B (A x), for outputs n of one part of a layer with N outputs.
+    """Return a tile [tile_n, tile_k] whose row sums are B (A x), for outputs n of one part of a layer with N outputs.
 
-    Column k contains the product for a split of A x and a row of A.
+    Column k contains the products for one row of A and one split of A x.
     """
     slot = tl.load(adapter_ptrs.slot)
     existing = tl.maximum(slot, 0)

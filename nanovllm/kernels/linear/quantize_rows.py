@@ -87,7 +87,7 @@ def store_rows(
     x: torch.Tensor, outputs: tuple, scale_stride: int, groups: Groups, act: Activation | None, num_warps: int
 ) -> None:
     """Store x [T, K] in groups or, with `act`, the gated activation of x [T, 2K]."""
-    assert act is None or not (act.shift or act.limit)  # which would change `up`
+    assert act is None or not (act.shift or act.limit)  # parameters that would change `up`
     if len(x):
         grid = len(x), -(-groups.n // (groups.size * groups.count))
         constants = dict(GROUPS=groups, ACT=act, num_warps=num_warps)

@@ -191,10 +191,10 @@ def add_product(acc, w, x, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES
 
 @triton.jit
 def columns_of_parts(TILE_K: tl.constexpr, BLOCK_K: tl.constexpr, MAX_LANE: tl.constexpr):
-    """Divide the columns of a tile into [parts, LANE] for a matrix-vector multiplication.
+    """Return the column indices of a tile, divided into [parts, LANE] for a matrix-vector multiplication.
 
-    A part lies within one block, so LANE is the smaller of MAX_LANE and the width of a block. Each thread holds the
-    same parts of the weights and of x, so threads exchange few values.
+    A part lies within one block of weights that share a scale, so LANE is the smaller of MAX_LANE and the block's
+    width. Each thread holds the same parts of the weights and of x, so threads exchange few values.
     """
     LANE: tl.constexpr = BLOCK_K if BLOCK_K < MAX_LANE else MAX_LANE
     return tl.arange(0, TILE_K // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]

@@ -1,8 +1,8 @@
 """Computes the cutoffs of top-k, top-p and min-p without sorting (definition: layers/sampler.py).
 
-The vocabulary is divided into tiles. The maxima of all tiles show which few tiles contain entries above a bound. A
-search finds the smallest logit that is kept. Each iteration divides the remaining interval into four parts. If not all
-tokens with the smallest logit are kept, one more pass finds the last kept token.
+The vocabulary is divided into tiles. The maxima of all tiles show which few tiles contain logits above a bound. A
+search finds the smallest logit that the filters keep. Each iteration divides the remaining interval into four parts. If
+not all tokens with the smallest logit are kept, one more pass finds the last kept token.
 """
 
 from typing import NamedTuple
@@ -33,7 +33,7 @@ class Row(NamedTuple):
 
 @triton.jit
 def _list_tiles(row, bound):
-    """List, in ascending order, the tiles with an entry >= `bound`. Return their number."""
+    """Store a list, in ascending order, of the tiles with a logit >= `bound`. Return the length of the list."""
     is_listed = (row.tile_maxima >= bound).to(tl.int32)
     tl.debug_barrier()  # all threads have read the previous list
     at = row.tiles_ptr + tl.cumsum(is_listed, 0) - 1
@@ -60,9 +60,9 @@ def _weight(x, row):
 
 @triton.jit
 def _sum_above(row, bound_1, bound_2, bound_3, BY_MASS: tl.constexpr):
-    """For each of three ascending bounds, return the number of entries >= the bound.
+    """For each of three ascending bounds, return the number of logits >= the bound.
 
-    With BY_MASS, return sums of the entries' weights exp((entry - max) / temperature) instead.
+    With BY_MASS, return sums of the logits' weights exp((logit - max) / temperature) instead.
     """
     num_listed = _list_tiles(row, bound_1)
     sum_1 = tl.zeros([GROUP, TILE], tl.float32)
@@ -78,7 +78,7 @@ def _sum_above(row, bound_1, bound_2, bound_3, BY_MASS: tl.constexpr):
 
 @triton.jit
 def _key(x, LOW: tl.constexpr):
-    """Round a number down to the logits' dtype, and return the rank of the result in that dtype."""
+    """Round a number down to the logits' dtype. Return the result's position in the order of that dtype's numbers."""
     return (ordered_bits(x.to(tl.int32, bitcast=True)) >> LOW).to(tl.int64)
 
 
@@ -105,7 +105,7 @@ def _probe(quarters, iteration, low, high, row, LOW: tl.constexpr):
 def _search(row, lower_bound, target, BY_MASS: tl.constexpr, LOW: tl.constexpr):
     """Find the smallest number >= `lower_bound` for which the amount above the number is less than `target`.
 
-    Return the number and the amount, which is a count of entries or, with BY_MASS, the sum of their weights (see
+    Return the number and the amount, which is a count of logits or, with BY_MASS, the sum of their weights (see
     `_sum_above`).
     """
     low, high = _key(lower_bound, LOW), _key(row.max, LOW)
@@ -127,7 +127,7 @@ def _search(row, lower_bound, target, BY_MASS: tl.constexpr, LOW: tl.constexpr):
 
 @triton.jit
 def _find_equal(row, counts_ptr, value, n):
-    """Return the n-th lowest id whose entry equals `value`, or LAST_ID if there is none."""
+    """Return the n-th lowest token id whose logit equals `value`, or LAST_ID if there is none."""
     num_listed = _list_tiles(row, value)
     for first in tl.range(0, num_listed, GROUP, num_stages=STAGES):
         entry = first + tl.arange(0, GROUP)
