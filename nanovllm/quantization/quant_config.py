@@ -41,7 +41,7 @@ class QuantConfig:
     Embeddings, the output head and routers are never quantized.
     """
 
-    name: str  # its name in the setting `quantization`
+    name: str  # the format's name in the setting `quantization`
     groups: tuple[tuple[tuple[str, ...], Scheme], ...]
     ignore: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()  # of the checkpoint's tensors, as safetensors names them
