@@ -54,7 +54,7 @@ def place_decodes(tables: RequestTables, batch: DeviceBatch, block_size: int) ->
     block_tables[rows, new_blocks[:, 0]] = new_blocks[:, 1]
     lengths, token_ids = num_tokens[rows], last_token_ids[rows, 0]
     if k > 1:
-        from nanovllm.spec_decode.rows import rows_of_drafts  # few engines draft tokens
+        from nanovllm.spec_decode.rows import rows_of_drafts  # lazily, because few engines draft
 
         rows, num_reserved, lengths, token_ids = rows_of_drafts(k, rows, num_reserved, lengths, last_token_ids)
     positions = lengths - 1

@@ -30,7 +30,7 @@ class TableView(NamedTuple):
     The layer uses one of them: block `id` of the table is block `factor * id + offset` of the layer's cache.
     """
 
-    table: int  # an index in the sequence's columns, or -1 for `block_table`
+    table: int  # index of the table in each of the sequence's `window_columns`, or -1 for its `block_table`
     factor: int
     offset: int
 
@@ -138,7 +138,7 @@ def place_windows(tables: Any, batch: Any, block_size: int) -> None:
     k, num_rows, width = shape.tokens_per_row, shape.num_decode_rows, shape.max_blocks_per_seq
     num_decodes = batch.num_decode_rows if shape.is_padded else num_rows
     req_indices = batch.req_indices[: num_rows // k].long()
-    columns = batch.new_blocks[:, :1].long() % requests.shape[2]  # [S, 1]; -1 is the last column, which absorbs it
+    columns = batch.new_blocks[:, :1].long() % requests.shape[2]  # [S, 1]; -1: the last column, which is never read
     is_real = torch.arange(num_rows // k, device=requests.device)[:, None] * k < num_decodes
     columns = torch.where(is_real, columns, requests.shape[2] - 1)
     requests[req_indices[:, None], :, columns] = batch.new_window_blocks[:, None]

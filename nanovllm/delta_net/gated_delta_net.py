@@ -164,7 +164,7 @@ class GatedDeltaNet(nn.Module):
         if n and kept is None:  # decode rows come first
             delta_net_step(qkvz[:n], ba[:n], self, self.cache, rows[1, :n], out[:n], count)
         elif n:
-            from nanovllm.delta_net.delta_net_drafts import delta_net_drafts  # few engines draft tokens
+            from nanovllm.delta_net.delta_net_drafts import delta_net_drafts  # lazily: few engines draft
 
             own_rows = rows[1] if starts is None else rows[1, : n : context.tokens_per_row]
             delta_net_drafts(qkvz[:n], ba[:n], self, self.cache, own_rows, context.context_lens[:n], out[:n], count)

@@ -23,7 +23,7 @@ def has_method(module: nn.Module, path: str) -> bool:
 
 
 def normed_sum(x: PartialSum, norm: nn.Module) -> PartialSum:
-    """Return the norm of a sum. It is deferred, unless the norm has hooks."""
+    """Return the norm of a sum. The norm is deferred, unless its module has hooks."""
     return NormedSum(x, norm) if takes_fused(norm) else PartialSum(norm(x.reduce()))
 
 
@@ -90,7 +90,7 @@ def add_normed(x: PartialSum, residual: torch.Tensor) -> torch.Tensor:
 
 
 class FusedOlmo3Layer(FusedDecoderLayer):
-    """Replaces `Olmo3DecoderLayer.forward`. There are no other norms than those after attention and MLP."""
+    """Replaces `Olmo3DecoderLayer.forward`. The layer has no norms except after attention and after the MLP."""
 
     what = "norms with the sums after them"
 
