@@ -185,11 +185,11 @@ def prepare_batch(
     pad_req_index: int = 0,
     views: tuple[TableView, ...] = (),
 ) -> HostBatch:
-    """Fill a step's batch, including the arrays of the backend and of features. `host_buffer` returns memory for the
-    batch.
+    """Fill a step's batch, including the arrays of the backend and of features.
 
-    If `shape` is larger than the step, empty sequences pad the batch. Padding stores no keys or values, and tokens that
-    are sampled for padding are dropped. The backend's arrays are padded with -1.
+    `host_buffer` returns memory for the batch. If `shape` is larger than the step, empty sequences pad the batch.
+    Padding stores no keys or values, and tokens that are sampled for padding are dropped. The backend's arrays are
+    padded with -1.
     """
     new = step.new_seqs
     shape = shape._replace(

@@ -27,7 +27,8 @@ Shape = tuple[int, int]  # kv_heads, head_dim
 class TableView(NamedTuple):
     """How a layer sees a block table. The layer's cache divides each block of the table into `factor` blocks.
 
-    The layer uses one of them: block `id` of the table is block `factor * id + offset` of the layer's cache.
+    The layer uses one of these smaller blocks: block `id` of the table is block `factor * id + offset` of the layer's
+    cache.
     """
 
     table: int  # index of the table in each of the sequence's `window_columns`, or -1 for its `block_table`
@@ -100,9 +101,10 @@ def cache_shape(spec: AttentionSpec) -> Shape:
 
 
 def view_tables(views: tuple[TableView, ...], columns: Any, block_table: Any) -> np.ndarray:
-    """Return the block ids that layers use: [views, W]. `columns` may be shorter than `block_table` [W].
+    """Return the block ids that layers with each of the `views` use: [views, W].
 
-    For each column, `columns` contains the block ids of all window tables.
+    `columns` may be shorter than `block_table` [W]. For each column, `columns` contains the block ids of all window
+    tables.
     """
     ids = np.zeros((len(views), len(block_table)), np.int32)
     for row, (table, factor, offset) in zip(ids, views):

@@ -114,7 +114,10 @@ def largest_prefill(config: Config) -> ScheduledStep:
 
 
 def dummy_prefill(num_seqs: int, length: int, block_size: int, tokens_per_row: int = 1) -> ScheduledStep:
-    """Return a prefill step for warm-up and tests: `num_seqs` prompts of `length` tokens. They share no blocks."""
+    """Return a prefill step for warm-up and tests: `num_seqs` prompts of `length` tokens.
+
+    The prompts share no blocks.
+    """
     per_seq = -(-length // block_size)
     step = ScheduledStep(tokens_per_row=tokens_per_row)
     for i in range(num_seqs):

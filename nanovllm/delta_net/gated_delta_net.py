@@ -139,7 +139,7 @@ class GatedDeltaNet(nn.Module):
     def captures_chunks(self) -> bool:
         """Whether CUDA graphs can contain prefill chunks of this layer.
 
-        Only if a kernel computes the chunks, because the plain definition reads lengths on the host.
+        They can only if a kernel computes the chunks, because the plain definition reads lengths on the host.
         """
         return "delta_net_chunks" in ops_for(self.A_log.device)
 
@@ -177,7 +177,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def ranges_of_rank(sizes: tuple[int, ...], tp: TensorParallel) -> tuple[range, ...]:
-    """For a weight that concatenates layers with these `sizes`, return the row ranges of a rank."""
+    """Return a rank's row ranges of a weight that concatenates layers with these `sizes`."""
     starts = (sum(sizes[:i]) for i in range(len(sizes)))
     return tuple(range(start, start + size)[tp.local_slice(size)] for start, size in zip(starts, sizes))
 

@@ -17,7 +17,7 @@ FEED_EXPERTS = "nanovllm.models.shared.gemma4_layers:Gemma4ExpertsLayer.feed_for
 
 
 def has_method(module: nn.Module, path: str) -> bool:
-    """Return whether a module has the method at `path`, "module:Class.name", and has not replaced it."""
+    """Return whether a module uses the method at `path` ("module:Class.name"), not a replacement."""
     name = path.rsplit(".", 1)[1]
     return name not in vars(module) and getattr(type(module), name) is resolve_name(path)
 
@@ -54,7 +54,7 @@ class FusedGemma3Layer(FusedDecoderLayer):
 
 
 class FusedGemma4Layer(FusedGemma3Layer):
-    """Replaces `Gemma4DecoderLayer.forward`, which multiplies the results by a factor."""
+    """Replaces `Gemma4DecoderLayer.forward`, which multiplies the results by a factor per layer."""
 
     def feed(self: Any, x: NormInput) -> PartialSum:
         if not has_method(self, FEED_EXPERTS):

@@ -71,7 +71,7 @@ def encode_e4m3(x, dtype: tl.constexpr):
 
 @triton.jit
 def encode_rows(x, dtype: tl.constexpr):
-    """Quantize rows x [R, D] to e4m3 in `dtype`. Return the quantized rows and their scales [R].
+    """Quantize rows x [R, D] to e4m3, stored as `dtype`. Return the quantized rows and their scales [R].
 
     The scales are float32 values that bfloat16 represents exactly. A row that contains NaN or infinity gets an infinite
     scale, so the row never decodes to finite values.

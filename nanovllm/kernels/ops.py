@@ -60,7 +60,7 @@ def split_linear(x, weight, bias=None, split_k=1, out=None):
 
 
 def norm_linear(x, weight, bias=None, act=None):
-    """Compute the norm, matmul and activation of a single row in one kernel, unless the row is an unfinished sum.
+    """Compute the norm, matmul and activation of a single row in one kernel, unless the row is still a sum of parts.
 
     For several rows, a separate kernel computes the norm. For many rows on Hopper, one kernel computes matmul and
     activation.
@@ -80,7 +80,7 @@ def best_split_k(x, weight, max_split_k):
 
 
 def own_norm_of(x, residual, eps):
-    """For the argument x of `add_rms_norm`, return a PartialSum and the argument `own_norm` of the norm's kernel."""
+    """Split the argument x of `add_rms_norm` into a PartialSum and the argument `own_norm` of the norm's kernel."""
     if x.norm is None:
         return x, NO_OWN_NORM
     own_weight, own_eps, factor = x.norm

@@ -60,7 +60,7 @@ class Ministral3ForCausalLM(LlamaForCausalLM):
     @staticmethod
     def make_attention(config: ModelConfig, rotary_emb: RotaryEmbedding) -> nn.Module:
         scale = config.details
-        is_scaled = scale is not None and config.max_position_embeddings > scale.length  # up to `length`, it is 1
+        is_scaled = scale is not None and config.max_position_embeddings > scale.length  # below, the factor is 1
         return (Ministral3Attention if is_scaled else LlamaAttention)(config, rotary_emb)
 
     @staticmethod

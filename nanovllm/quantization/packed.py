@@ -203,7 +203,7 @@ class PackedWeight:
         return torch.cat(filled[1::3])
 
     def _load(self, field: str, read: Callable, _: torch.Tensor, weight, *arguments) -> torch.Tensor | None:
-        """Load a shard of a stored tensor."""
+        """Load this rank's shard of one of the checkpoint's tensors."""
         if (selected := self.select(*arguments)) is None:
             return None
         shard, index = selected
@@ -224,7 +224,7 @@ class PackedWeight:
         return torch.cat(filled) if field in ("scales", "row_scales") else None
 
     def _load_groups(self, target: torch.Tensor | None, index: tuple[int, ...], ids: torch.Tensor) -> None:
-        """Load the group of each input."""
+        """Load the group id of each input. Without a `target`, check that the groups are contiguous."""
         if target is None:
             first = torch.arange(len(ids), device=ids.device) // self.packed.group_size
             if not torch.equal(first + self.first_group, ids.long()):

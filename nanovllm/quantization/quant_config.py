@@ -63,7 +63,7 @@ class QuantConfig:
         return all(scheme.quantizes for _, scheme in self.groups)
 
     def own_name(self, name: str) -> str:
-        """Return the model's name for a tensor.
+        """Return the model's name for the tensor that the checkpoint calls `name`.
 
         Some checkpoints use the name of block scales, `weight_scale_inv`, for the single scale of a weight.
         """

@@ -112,7 +112,7 @@ def sequence_of(seq_ptrs, seq, stride, PLAN: tl.constexpr):
 
 @triton.jit
 def chunk_of(seq_ptrs, num_seqs, index, CHUNK: tl.constexpr, PAD: tl.constexpr):
-    """Return (sequence, index within the sequence) of the chunk with this index in the step.
+    """Return (sequence, index within the sequence) of the step's chunk number `index`.
 
     If the step has fewer chunks, the returned sequence is at least `num_seqs`.
     """

@@ -120,10 +120,11 @@ def _tokens_kernel(
 def _launch_tokens(
     qkvz, ba, layer: Any, states: Any, seqs: Sequences, sizes: tuple, out, num_warps: int | None
 ) -> None:
-    """Launch both kernels. `sizes` is (sequences, rows per sequence, maximum drafts of the previous step).
+    """Launch `_inputs_kernel` and `_tokens_kernel`.
 
-    If `num_warps` is None, choose the fastest number of warps. If there are many programs, a program gets fewer warps,
-    because warps repeat a part of each other's work.
+    `sizes` is (sequences, rows per sequence, maximum drafts of the previous step). If `num_warps` is None, choose
+    the fastest number of warps. If there are many programs, a program gets fewer warps, because warps repeat a part of
+    each other's work.
     """
     heads, x, state_tensors = operands = operands_of(qkvz, ba, layer, states)
     num_seqs, rows, kept = sizes

@@ -92,7 +92,7 @@ def _store_new_token(k, v, cache_ptrs, slot, kv_head, d, CACHE: tl.constexpr):
 
 @triton.jit
 def _scores_of_tile(q, k_ptrs, pair_ptrs, inside, scale, STORED: tl.constexpr, CAP: tl.constexpr):
-    """Return the scores of a tile of keys [TILE, GROUP_PAD], and log2 of the FP8 scales of its values [TILE]."""
+    """Return the scores [TILE, GROUP_PAD] of a tile of keys, and log2 of the FP8 scales [TILE] of the tile's values."""
     k = tl.load(k_ptrs, inside[:, None], 0.0)
     v_log2_scale = 0.0
     if pair_ptrs is not None:
@@ -309,8 +309,8 @@ def decode_attention(
 ) -> torch.Tensor:
     """Return the attention of each row b of q over the first `context_lens[b]` cached tokens of its sequence.
 
-    q and the result are [B, heads, head_dim]. The result of a row without tokens is zero. The tokens are in the blocks
-    `block_tables[b]`.
+    q and the result are [B, heads, head_dim]. The result of a row with a context length of 0 is zero. The tokens are in
+    the blocks `block_tables[b]`.
 
     cache: `block_size` is a multiple of 16, and `head_dim` is a power of two, at least 16.
     context_lens, block_tables: [B] and [B, W] int32. All tensors except the block tables are contiguous.

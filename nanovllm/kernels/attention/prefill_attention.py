@@ -21,7 +21,7 @@ from nanovllm.kernels.launch.gpu_features import has_hopper_kernels
 def _attend_tiles(
     state, q, begin, end, position, keys, kv_head, scale, length, CACHE: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Attend to the keys from `begin` to `end`."""
+    """Add the keys from `begin` to `end` to the running sums and maxima in `state`, and return the new state."""
     acc, l_i, m_i = state
     k_tiles, v_tiles, scales_ptr, table_ptr = keys
     IS_FP8: tl.constexpr = scales_ptr is not None

@@ -89,7 +89,7 @@ def _store_gelu(sums, out, row, n, num_rows, W: gl.constexpr):
 
 @gluon.jit
 def _store_quantized(quarters, out, row, n, num_rows, W: gl.constexpr):
-    """Run the FP8 epilogue: quantize the results, with one scale per 128 results of a row."""
+    """Run the FP8 epilogue: compute SwiGLU, and quantize the results, with one scale per 128 results of a row."""
     out_tiles, out_ring, scale_ptrs = out
     scale_ptr, stride = scale_ptrs
     gate0, gate1, up0, up1 = quarters

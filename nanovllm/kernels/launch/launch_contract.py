@@ -32,7 +32,7 @@ def check_early_reads(function: Callable, early: tuple[str, ...]) -> None:
 
 
 class _Body:
-    """The body of a function.
+    """The body of a kernel, or of a function that a kernel calls.
 
     `run` collects, in `reads`, the pointer parameters that the body reads before the wait.
     """
@@ -81,7 +81,7 @@ class _Body:
                 raise AssertionError(f"{self.function.__name__}: waits only under a condition")
 
     def assign(self, targets: Sequence[ast.expr], roots: set[str]) -> None:
-        """Add `roots` to each assigned name.
+        """Add `roots` to the roots of each assigned name.
 
         Old roots stay, because the assignment might be in a branch that does not run.
         """
@@ -126,7 +126,7 @@ class _Body:
         return roots if name in ADDRESS_FUNCTIONS else self.function_roots(node, name, roots_of)
 
     def function_roots(self, node: ast.Call, name: str, roots_of: list[set[str]]) -> set[str]:
-        """Check the body of a called function with the roots of its arguments.
+        """Check the body of a called function, given the roots of the call's arguments.
 
         Return the roots of the function's result.
         """
@@ -146,7 +146,7 @@ def _functions_of(file: str) -> dict[int, ast.FunctionDef]:
 
 
 def _called(node: ast.AST) -> str:
-    """Return the last part of a called function's name, or "" if `node` is not a call."""
+    """Return what follows the last dot in a called function's name, or "" if `node` is not a call."""
     if not isinstance(node, ast.Call):
         return ""
     return node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)

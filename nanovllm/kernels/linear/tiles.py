@@ -90,7 +90,7 @@ def as_loadable(values: torch.Tensor) -> torch.Tensor:
 
 
 def block_shape(values: torch.Tensor, scales: torch.Tensor | None) -> tuple[int, int]:
-    """Return the block size (rows, columns) of the scales of a weight [.., N, K], or (1, K) without scales."""
+    """Return the size (rows, columns) of the scale blocks of a weight [.., N, K], or (1, K) without scales."""
     if scales is None:
         return 1, values.shape[-1]
     return values.shape[-2] // scales.shape[-2], values.shape[-1] // scales.shape[-1]

@@ -44,9 +44,9 @@ def _list_tiles(row, bound):
 
 @triton.jit
 def _load_tiles(row, entry, num_listed):
-    """Load the tiles at positions `entry` [GROUP] of the list.
+    """Load the tiles at positions `entry` [GROUP] of the list of tiles.
 
-    Return ids and logits [GROUP, TILE], padded with -inf.
+    Return token ids, and logits padded with -inf, both [GROUP, TILE].
     """
     tile = tl.load(row.tiles_ptr + entry, entry < num_listed, row.vocab_size)
     ids = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]

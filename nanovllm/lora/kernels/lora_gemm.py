@@ -258,7 +258,7 @@ def _num_row_tiles(num_rows: int, tiles: LoRATiles) -> int:
 
 
 def _shared(num_rows: int) -> int:
-    """Return the percentage of shared memory that the kernels before and after use: see `launch`."""
+    """Return the percentage of shared memory that the preceding and following kernels use: see `launch`."""
     return 50 if num_rows <= FEW_ROWS else 100
 
 

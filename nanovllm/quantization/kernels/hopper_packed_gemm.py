@@ -143,7 +143,7 @@ def _weights(words, factors, HALF: gl.constexpr, dtype: gl.constexpr, PLAN: gl.c
 
 @gluon.jit
 def multiply_blocks(rings, sharing, w_ptrs, row, end_row, blocks, G: gl.constexpr, PLAN: gl.constexpr):
-    """Return the sums [64, tokens] of a warpgroup. If warpgroups have the same rows, only the first has valid sums.
+    """Return the sums [64, tokens] of a warpgroup. Of warpgroups with the same rows, only the first has valid sums.
 
     `row` and `end_row` are the program's first row of W, and the end of the rows that may be read.
 

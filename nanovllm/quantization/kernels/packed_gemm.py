@@ -210,7 +210,7 @@ WHOLE = Tiles(64, INPUTS.value, 1, 4)
 
 
 def packed_operands(weight, dtype: torch.dtype, tiles: Tiles = WHOLE, split_k: int = 1) -> tuple[tuple, PackedShape]:
-    """Return the pointers and constants of a weight for a kernel that converts it to `dtype`."""
+    """Return the pointers and constants of a weight for a kernel that converts the weight to `dtype`."""
     words, scales, zeros, row_scales, group_ids = weight[:5]
     (*_, num_words), groups, is_e2m1 = words.shape, scales.shape[-1], weight.codes == "e2m1"
     has_assembly = words.is_cuda and dtype != torch.float32
@@ -225,7 +225,7 @@ def packed_operands(weight, dtype: torch.dtype, tiles: Tiles = WHOLE, split_k: i
 
 
 def packed_tiles(num_rows: int) -> Tiles:
-    """Return the tiles for this number of rows.
+    """Return the tile sizes for x with `num_rows` rows.
 
     For few rows, a program has one warp, which needs no barriers. For more rows, wider tiles read x less often.
     """
