@@ -43,7 +43,7 @@ class BatchShape(NamedTuple):
     num_window_tables: int = 0  # see cache/window_tables.py
 
     num_sampled_seqs: int = 0  # without padding
-    num_new_requests: int = 0  # sampled for the first time since admission
+    num_new_requests: int = 0  # requests that are sampled for the first time since their admission
     num_block_copies: int = 0  # of cache blocks and states, before the forward pass
     feature_shapes: tuple[tuple[str, ArrayShapes], ...] = ()  # arrays of each feature that the step uses
 

@@ -169,7 +169,7 @@ class CUDAModelRunner(BatchRunner):
         self.graphs = self.mixed_graphs = None
         del self.buffers
         super().exit()
-        gc.collect()  # of objects that refer to each other and to the weights
+        gc.collect()  # collects objects that refer to each other and to the weights
         torch.cuda.empty_cache()
 
     def _becomes_idle(self, timeout: float = 5.0) -> bool:

@@ -100,7 +100,7 @@ def add_rms_norm(x, residual, weight, eps):
 
 
 def rms_norm(x, weight, eps):
-    rows = x.reshape(-1, x.shape[-1]).contiguous()  # heads may be a view of qkv
+    rows = x.reshape(-1, x.shape[-1]).contiguous()  # x may contain heads, a view of qkv
     return add_and_norm(rows, weight, eps).view(x.shape)
 
 

@@ -99,7 +99,7 @@ def philox(counter: tuple, key: tuple, rounds: int = PHILOX_ROUNDS) -> tuple[tor
     `counter` contains four int64 tensors, and `key` contains two. All values are below 2^32. All shapes broadcast.
     """
     words = *counter, *key
-    # with hundreds of counters, NumPy takes a third of PyTorch's time; with more counters, it is not slower
+    # with hundreds of counters, NumPy takes a third of PyTorch's time; with more counters, NumPy is not slower
     c0, c1, c2, c3, k0, k1 = (word.numpy() for word in words) if key[0].device.type == "cpu" else words
     for _ in range(rounds):
         x, y = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # modulo 2^64

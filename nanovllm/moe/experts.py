@@ -183,7 +183,7 @@ class Router(ReplicatedLinear):
     def __init__(self, hidden_size: int, config: MoEConfig):
         super().__init__(hidden_size, config.num_experts + config.num_shared, config.has_bias)
         self.num_experts = config.num_experts
-        self.output_sizes = [config.num_experts]  # a family may rename it: see load_whole
+        self.output_sizes = [config.num_experts]  # for families that rename the router: see load_whole
 
     def shard(self) -> Shard:
         return Shard((self.num_experts, self.weight.shape[1]))

@@ -129,7 +129,7 @@ class ScaledWeight:
         self.scheme, self.block, self.select = scheme, block, select
         self.values = parameter(shape, self._load_values, scheme.dtype)
         shape = (*stack, n // block.rows, k // block.columns)
-        if scheme.scale_name is None:  # nothing loads them, so they need no loader
+        if scheme.scale_name is None:  # nothing loads these scales, so they need no loader
             self.scales = torch.empty(shape, dtype=torch.float32)
         else:
             self.scales = parameter(shape, self._load_scales, torch.float32)

@@ -288,7 +288,7 @@ def _choose_programs(batch_size, tokens_per_row, cache, row_bytes, is_qkv) -> tu
     The choice is based on measurements. With two programs of four warps, a multiprocessor reads fastest, but has no
     space for a program of the next kernel.
     """
-    has_few_splits = batch_size * cache.k.shape[2] * 3 > 2 * num_sms(cache.k.device)  # at most two
+    has_few_splits = batch_size * cache.k.shape[2] * 3 > 2 * num_sms(cache.k.device)  # at most two splits
     are_fastest = is_qkv and (row_bytes > 256 or (row_bytes == 256 and has_few_splits))
     if batch_size == 1 or tokens_per_row > 1 or are_fastest:
         return 2, 4, 2 if row_bytes > 256 else 4 if batch_size == tokens_per_row == 1 and has_tma(cache.k.device) else 3

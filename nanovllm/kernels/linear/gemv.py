@@ -103,7 +103,7 @@ def _gemv_kernel(
     ADAPTER: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # A program computes tile_n outputs. It reads the row in tiles of tile_k inputs.
+    # A program computes tile_n outputs, and reads the input row in tiles of tile_k inputs.
     gdc_launch_dependents(PDL)
     GATED: tl.constexpr = ACT is not None
     w_ptr, bias_ptr, norm_ptr = w_ptrs

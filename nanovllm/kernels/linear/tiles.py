@@ -20,7 +20,7 @@ class Tiles(NamedTuple):
     tile_k: int
     stages: int
     warps: int
-    tile_m: int = 0  # rows of x; 0 if it is set elsewhere
+    tile_m: int = 0  # rows of x; 0 if the number is set elsewhere
     tma: bool = True  # tiles are loaded from descriptors, not from pointers
 
 

@@ -16,7 +16,7 @@ from nanovllm.kernels.launch.gpu_features import num_sms
 from nanovllm.kernels.sampling.column_constants import MIN_P, TEMPERATURE, TOP_K, TOP_P, WIDTH, is_filtered, load_float
 from nanovllm.kernels.sampling.token_order import LAST_ID, ordered_bits, token_key
 
-TILE = tl.constexpr(512)  # entries of the vocabulary
+TILE = tl.constexpr(512)  # token ids per tile
 GROUP = tl.constexpr(8)  # tiles that are read at a time
 STAGES = tl.constexpr(4)  # stages of the software pipeline that reads groups
 MAX_PROGRAMS_PER_ROW = 16  # programs that share the computation of a row's tile maxima
@@ -188,14 +188,14 @@ def _cutoff_kernel(
             return  # the last program of the row has all tile maxima, and continues
         tl.store(num_finished_ptr + row, 0)
         cutoff = float("-inf")
-        num_equal = tl.full([], LAST_ID, tl.int32)  # how many entries equal to the cutoff are kept; at first all
+        num_equal = tl.full([], LAST_ID, tl.int32)  # how many logits equal to the cutoff are kept; at first, all
         tile_maxima = tl.load(tile_maxima_ptr + tl.arange(0, TILES), tl.arange(0, TILES) < num_tiles, float("-inf"))
         row_max = tl.max(tile_maxima, 0)
         row_max = tl.where(row_max == 0, 0.0, row_max)  # the keys of -0 and 0 differ
         this = Row(row_ptr, tile_maxima, tiles_ptr, vocab_size, row_max, temperature)
         if min_p > 0:
             cutoff = row_max + temperature * tl.log(min_p)
-        if top_k > 0:  # at least k entries are as large as the k-th largest tile maximum
+        if top_k > 0:  # at least k logits are as large as the k-th largest tile maximum
             kth = tl.where(tl.arange(0, TILES) == top_k - 1, tl.sort(tile_maxima, descending=True), float("-inf"))
             lower_bound = tl.maximum(cutoff, tl.max(kth, 0))
             kth_largest, above = _search(this, lower_bound, top_k.to(tl.float32), False, LOW)
@@ -210,7 +210,7 @@ def _cutoff_kernel(
                 mass, above, _ = _sum_above(this, cutoff, next_number, next_number, True)
                 mass = tl.minimum(mass, above + num_equal.to(tl.float32) * _weight(cutoff, this))
             target = top_p * mass
-            # all entries below this bound together weigh less than 1 - top_p times the largest entry
+            # all tokens with logits below this bound together weigh less than 1 - top_p times the likeliest token
             lower_bound = tl.maximum(cutoff, row_max - temperature * tl.log(vocab_size / (1 - top_p)))
             nucleus, above = _search(this, lower_bound, target, True, LOW)
             num_needed = tl.ceil((target - above) / _weight(nucleus, this))

@@ -222,7 +222,7 @@ def _tiles_of(x: torch.Tensor, stack, gated: bool = False) -> LoRATiles:
     (slots, parts, max_rank, k), num_rows = stack.a.shape, len(x)
     is_few, size, sms = num_rows <= FEW_ROWS, x.element_size(), num_sms(x.device)
     padded_rank = max(16, triton.next_power_of_2(max_rank))
-    # if the rows are evenly divided among the slots, they fill the tiles
+    # if the rows are evenly divided among the slots, the tiles are full
     max_tile_m = 16 if is_few else min(64, 8192 // padded_rank)
     tile_m = min(max_tile_m, max(16, triton.next_power_of_2(triton.cdiv(num_rows, slots))))
     tile_r = min(64, max(16, triton.next_power_of_2(parts * max_rank)))

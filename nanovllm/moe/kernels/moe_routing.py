@@ -150,7 +150,7 @@ def route(
     num_experts, shape = num_logits - num_shared, (num_tokens, top_k + num_shared)
     weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
     expert_ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
-    block_t = 1 if num_shared else 4  # with more, the unaligned rows would be spread over all warps
+    block_t = 1 if num_shared else 4  # with more tokens, the unaligned rows would be spread over all warps
     sizes = RouteSizes(num_experts, top_k, num_shared, split_k, renormalize, block_t)
     operands = logits, (bias, factors), slot_mapping, (weights, expert_ids), num_tokens
     launch(_route_kernel, (triton.cdiv(num_tokens, block_t),), logits.device)(*operands, SIZES=sizes, num_warps=block_t)

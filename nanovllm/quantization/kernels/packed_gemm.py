@@ -122,7 +122,7 @@ def _scales_and_zeros(w_ptrs, row, is_row, first_k, SHAPE: tl.constexpr):
         exponents = scales.to(tl.int32)
         scales = tl.where(exponents == 0, 0x400000, exponents << 23).to(tl.float32, bitcast=True)
     else:
-        scales = decode_e4m3(scales, tl.float32)  # 16-bit scales too
+        scales = decode_e4m3(scales, tl.float32)  # also converts 16-bit scales
     if zero_ptr is not None:
         zeros = tl.load(zero_ptr + at, inside, 0).to(tl.float32)
     else:
