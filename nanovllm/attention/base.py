@@ -18,7 +18,7 @@ class AttentionBackend:
     """
 
     package, install = "torch", "pip install torch"  # the package that must be installed, and how to install it
-    block_multiple = SPAN_SIZE  # a divisor of `kvcache_block_size`
+    block_multiple = SPAN_SIZE  # must divide `kvcache_block_size`
     kv_cache_dtypes: tuple[str, ...] = ("auto",)  # supported values of `kv_cache_dtype`
     uses_cuda_graphs = True  # whether graphs can contain decodes; if so, `attend` reads no data on the host
     captures_chunks = False  # whether graphs can contain chunks; if so, only the device reads lengths
@@ -37,7 +37,10 @@ class AttentionBackend:
         """Before the first step, prepare for an attention layer with `group` query heads per key-value head."""
 
     def prepare_chunks(self, chunks: list[tuple[int, int]], first_row: int) -> dict[str, np.ndarray]:
-        """Return int32 arrays for `Context.backend_arrays`. The first of `chunks` (start, end) is row `first_row`."""
+        """Return int32 arrays for `Context.backend_arrays`.
+
+        The first of `chunks` (start, end) is row `first_row` of the batch.
+        """
         return {}
 
     def array_shapes(self, num_tokens: int, num_chunks: int) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -106,8 +106,8 @@ def _plan(context: Context, window: int | None, block_size: int, dtype: torch.dt
         num_single, starts = context.num_decode_rows, context.cu_seqlens_q.tolist()
 
     # A group consists of adjacent sequences of similar length; the scheduler sorts them, the longest first. Padding
-    # adds at most a seventh plus 18 tokens to each. Larger groups would gather more padding, and smaller groups would
-    # need more calls.
+    # adds at most a seventh plus 18 tokens to each sequence. Larger groups would gather more padding, and smaller
+    # groups would need more calls.
     begin = 0
     for end in range(1, num_single + 1):
         longest = _padded(lengths[begin])  # a draft's row attends to more keys than the row before it

@@ -20,7 +20,7 @@ from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence, packed_ids
 from nanovllm.kernels.sampling.sampling_columns import WIDTH, params_rows
 
-MAX_CHUNKS = 32  # in a step that a CUDA graph computes
+MAX_CHUNKS = 32  # the most chunks in a step that a CUDA graph computes
 VIEW_ALIGNMENT = 4  # words (16 bytes); Triton compiles another kernel for unaligned addresses
 
 Array = TypeVar("Array", np.ndarray, torch.Tensor)
@@ -38,12 +38,12 @@ class BatchShape(NamedTuple):
     max_blocks_per_seq: int  # the width of the block tables
     max_seqlen_q: int = 1
     backend_shapes: ArrayShapes = ()  # of `backend_arrays`
-    is_padded: bool = False  # for a CUDA graph with chunks: these are upper bounds; the device has exact numbers
+    is_padded: bool = False  # for a CUDA graph with chunks: the sizes are upper bounds; the device has exact numbers
     tokens_per_row: int = 1  # see ScheduledStep; decode rows per sequence, each with one more token of context
     num_window_tables: int = 0  # see cache/window_tables.py
 
     num_sampled_seqs: int = 0  # without padding
-    num_new_requests: int = 0  # sampled for the first time since admission
+    num_new_requests: int = 0  # requests that are sampled for the first time since their admission
     num_block_copies: int = 0  # of cache blocks and states, before the forward pass
     feature_shapes: tuple[tuple[str, ArrayShapes], ...] = ()  # arrays of each feature that the step uses
 
@@ -185,10 +185,11 @@ def prepare_batch(
     pad_req_index: int = 0,
     views: tuple[TableView, ...] = (),
 ) -> HostBatch:
-    """Fill a step's batch, including the arrays of the backend and of features. `host_buffer` returns memory.
+    """Fill a step's batch, including the arrays of the backend and of features.
 
-    If `shape` is larger than the step, empty sequences pad the batch. Padding stores no keys or values, and tokens that
-    are sampled for padding are dropped. The backend's arrays are padded with -1.
+    `host_buffer` returns memory for the batch. If `shape` is larger than the step, empty sequences pad the batch.
+    Padding stores no keys or values, and tokens that are sampled for padding are dropped. The backend's arrays are
+    padded with -1.
     """
     new = step.new_seqs
     shape = shape._replace(
@@ -235,7 +236,7 @@ def _fill_chunks(batch: HostBatch, step: ScheduledStep, block_size: int, pad_req
     """Fill the chunks' rows and tokens after the decode rows, and the arrays that locate the chunks."""
     k, n = step.tokens_per_row, step.num_decodes * step.tokens_per_row
     lengths = np.array([1] * n + step.chunk_lens)
-    ends = lengths.cumsum(dtype=np.int32)  # [B], into the flat tokens of the step
+    ends = lengths.cumsum(dtype=np.int32)  # [B], the end of each row in the step's flat tokens
     B, T = len(lengths), int(ends[-1])
     batch.num_decode_rows[:] = n
     batch.cu_seqlens_q[0] = 0
@@ -290,7 +291,7 @@ def largest_batch(config: Config) -> int:
     """Return the buffer size of the largest possible step, in int32 words."""
     T, W, num_seqs = config.max_num_batched_tokens, config.max_blocks_per_seq, config.max_num_seqs
     B = num_seqs * config.tokens_per_row
-    # other ranks ask before the runner has divided the layers among tables
+    # other ranks call this function before their runner has divided the layers among tables
     num_window_tables = max(len(config.table_views), config.model_config.max_table_views)
     largest = BatchShape(
         num_tokens=T + B,

@@ -62,7 +62,7 @@ class BatchRunner(ModelRunner):
         return np.empty(shape.size, np.int32)
 
     def launch(self, batch: HostBatch, step: ScheduledStep | None = None) -> PendingStep:
-        """Launch a prepared batch. On CUDA, only queue it."""
+        """Launch a prepared batch. On CUDA, only queue the batch."""
         self.tp.check()
         with self.on_device():
             if batch.shape.num_block_copies:

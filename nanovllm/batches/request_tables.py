@@ -13,7 +13,7 @@ from nanovllm.kernels import operation
 
 
 class RequestTables(NamedTuple):
-    """Int32 arrays, indexed by request. The last row is for padding. Its zeros select greedy sampling."""
+    """Int32 arrays, indexed by request. The last row is for padding. The zeros of this row select greedy sampling."""
 
     last_token_ids: torch.Tensor  # [requests, K]: the last token, then drafts; -1: no draft
     num_tokens: torch.Tensor  # [requests], including the last token
@@ -54,7 +54,7 @@ def place_decodes(tables: RequestTables, batch: DeviceBatch, block_size: int) ->
     block_tables[rows, new_blocks[:, 0]] = new_blocks[:, 1]
     lengths, token_ids = num_tokens[rows], last_token_ids[rows, 0]
     if k > 1:
-        from nanovllm.spec_decode.rows import rows_of_drafts  # few engines draft tokens
+        from nanovllm.spec_decode.rows import rows_of_drafts  # lazily, because few engines draft
 
         rows, num_reserved, lengths, token_ids = rows_of_drafts(k, rows, num_reserved, lengths, last_token_ids)
     positions = lengths - 1

@@ -94,6 +94,6 @@ def gather_spans(cache: torch.Tensor, spans: torch.Tensor) -> torch.Tensor:
 def cache_type(kv_cache_dtype: str) -> type[KVCache]:
     if kv_cache_dtype == "auto":
         return KVCache
-    from nanovllm.quantization.fp8_cache import FP8KVCache  # rarely needed
+    from nanovllm.quantization.fp8_cache import FP8KVCache  # imported lazily, because it is rarely needed
 
     return FP8KVCache

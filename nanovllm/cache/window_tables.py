@@ -27,10 +27,11 @@ Shape = tuple[int, int]  # kv_heads, head_dim
 class TableView(NamedTuple):
     """How a layer sees a block table. The layer's cache divides each block of the table into `factor` blocks.
 
-    The layer uses one of them: block `id` of the table is block `factor * id + offset` of the layer's cache.
+    The layer uses one of these smaller blocks: block `id` of the table is block `factor * id + offset` of the layer's
+    cache.
     """
 
-    table: int  # an index in the sequence's columns, or -1 for `block_table`
+    table: int  # index of the table in each of the sequence's `window_columns`, or -1 for its `block_table`
     factor: int
     offset: int
 
@@ -100,9 +101,10 @@ def cache_shape(spec: AttentionSpec) -> Shape:
 
 
 def view_tables(views: tuple[TableView, ...], columns: Any, block_table: Any) -> np.ndarray:
-    """Return the block ids that layers use: [views, W]. `columns` may be shorter than `block_table` [W].
+    """Return the block ids that layers with each of the `views` use: [views, W].
 
-    For each column, `columns` contains the block ids of all window tables.
+    `columns` may be shorter than `block_table` [W]. For each column, `columns` contains the block ids of all window
+    tables.
     """
     ids = np.zeros((len(views), len(block_table)), np.int32)
     for row, (table, factor, offset) in zip(ids, views):
@@ -138,7 +140,7 @@ def place_windows(tables: Any, batch: Any, block_size: int) -> None:
     k, num_rows, width = shape.tokens_per_row, shape.num_decode_rows, shape.max_blocks_per_seq
     num_decodes = batch.num_decode_rows if shape.is_padded else num_rows
     req_indices = batch.req_indices[: num_rows // k].long()
-    columns = batch.new_blocks[:, :1].long() % requests.shape[2]  # [S, 1]; -1 is the last column, which absorbs it
+    columns = batch.new_blocks[:, :1].long() % requests.shape[2]  # [S, 1]; -1: the last column, which is never read
     is_real = torch.arange(num_rows // k, device=requests.device)[:, None] * k < num_decodes
     columns = torch.where(is_real, columns, requests.shape[2] - 1)
     requests[req_indices[:, None], :, columns] = batch.new_window_blocks[:, None]

@@ -85,7 +85,7 @@ class Arena(TorchDispatchMode):
 
     def unmap(self) -> int:
         ranges = [*self._ranges.values()]
-        _synchronize(self.device)  # queued kernels may still use them
+        _synchronize(self.device)  # queued kernels may still use the ranges
         for found in ranges:
             found.unmap()
         torch.cuda.empty_cache()  # also frees PyTorch's cached blocks

@@ -99,7 +99,7 @@ class CUDAModelRunner(BatchRunner):
 
     def prepare(self, step: ScheduledStep) -> HostBatch:
         if step.tokens_per_row > 1:
-            step.tokens_per_row = self.config.tokens_per_row  # as in graphs; spare tokens are copies of the last one
+            step.tokens_per_row = self.config.tokens_per_row  # as in graphs; spare rows copy the last token
         return super().prepare(step)
 
     def host_buffer(self, shape: BatchShape) -> np.ndarray:
@@ -169,7 +169,7 @@ class CUDAModelRunner(BatchRunner):
         self.graphs = self.mixed_graphs = None
         del self.buffers
         super().exit()
-        gc.collect()  # of objects that refer to each other and to the weights
+        gc.collect()  # collects objects that refer to each other and to the weights
         torch.cuda.empty_cache()
 
     def _becomes_idle(self, timeout: float = 5.0) -> bool:

@@ -34,7 +34,7 @@ def has_graphs(runner: "CUDAModelRunner") -> bool:
 
 
 def warm_up_rest(runner: "CUDAModelRunner") -> None:
-    """After graphs are captured, compile the remaining kernels, measure the time of drafts, and clear the tables."""
+    """After the capture of graphs, compile the remaining kernels, time drafts, and clear the request tables."""
     if runner.mixed_graphs is None:
         warm_up_kernels(runner)
     for length in warm_up_lengths(runner.config):
@@ -71,8 +71,8 @@ def hash_compiler() -> None:
 def memory_left(runner: "CUDAModelRunner", memory_before: int) -> int:
     """Return how many bytes the cache may use.
 
-    The limit is `gpu_memory_utilization` of the device's memory minus the peak memory of the largest step, and at most
-    the memory that is free.
+    The engine may use the fraction `gpu_memory_utilization` of the device's memory. The cache may use what the largest
+    step leaves of this share, but not more than is free.
     """
     config = runner.config
     peak = peak_of_largest_step(runner)
@@ -114,7 +114,10 @@ def largest_prefill(config: Config) -> ScheduledStep:
 
 
 def dummy_prefill(num_seqs: int, length: int, block_size: int, tokens_per_row: int = 1) -> ScheduledStep:
-    """Return a prefill step for warm-up and tests: `num_seqs` prompts of `length` tokens. They share no blocks."""
+    """Return a prefill step for warm-up and tests: `num_seqs` prompts of `length` tokens.
+
+    The prompts share no blocks.
+    """
     per_seq = -(-length // block_size)
     step = ScheduledStep(tokens_per_row=tokens_per_row)
     for i in range(num_seqs):
@@ -184,7 +187,7 @@ def compile_kernels(runner: "CUDAModelRunner") -> None:
 
 def measure_drafts(runner: "CUDAModelRunner") -> None:
     from nanovllm.spec_decode.proposer import Drafts
-    from nanovllm.spec_decode.speculative_config import StepCost  # few engines draft tokens
+    from nanovllm.spec_decode.speculative_config import StepCost  # imported lazily, because few engines draft tokens
 
     config, settings, k = runner.config, runner.config.speculative_config, runner.config.tokens_per_row
     most = min(max_seqs_of(config, k), config.num_kvcache_blocks, config.max_num_batched_tokens)

@@ -28,8 +28,8 @@ def delta_net_drafts(qkvz, ba, layer: GatedDeltaNet, states: State, rows, contex
     """Compute `delta_net_step` for a token and k - 1 drafts of each of B sequences.
 
     qkvz [B * k, channels + heads * value_dim]; ba [B * k, 2 heads]; out [B * k, heads * value_dim]
-    context_lens: [B * k], the position of each token plus 1. If a token's value is not larger than the previous token's
-        value, the token is a copy of the previous token.
+    context_lens: [B * k], the position of each token plus 1. If the number is not larger than the previous token's
+    number, the token is a copy of the previous token.
     count: [1] int32; if given, how many of the B * k tokens are not padding
     """
     assert states.kept_drafts is not None

@@ -137,9 +137,9 @@ class GatedDeltaNet(nn.Module):
 
     @property
     def captures_chunks(self) -> bool:
-        """Whether CUDA graphs can contain chunks.
+        """Whether CUDA graphs can contain prefill chunks of this layer.
 
-        CUDA graphs can contain chunks only if a kernel computes them: the plain definition reads lengths on the host.
+        They can only if a kernel computes the chunks, because the plain definition reads lengths on the host.
         """
         return "delta_net_chunks" in ops_for(self.A_log.device)
 
@@ -164,7 +164,7 @@ class GatedDeltaNet(nn.Module):
         if n and kept is None:  # decode rows come first
             delta_net_step(qkvz[:n], ba[:n], self, self.cache, rows[1, :n], out[:n], count)
         elif n:
-            from nanovllm.delta_net.delta_net_drafts import delta_net_drafts  # few engines draft tokens
+            from nanovllm.delta_net.delta_net_drafts import delta_net_drafts  # lazily: few engines draft
 
             own_rows = rows[1] if starts is None else rows[1, : n : context.tokens_per_row]
             delta_net_drafts(qkvz[:n], ba[:n], self, self.cache, own_rows, context.context_lens[:n], out[:n], count)
@@ -177,7 +177,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def ranges_of_rank(sizes: tuple[int, ...], tp: TensorParallel) -> tuple[range, ...]:
-    """For a weight that concatenates layers with these `sizes`, return the row ranges of a rank."""
+    """Return a rank's row ranges of a weight that concatenates layers with these `sizes`."""
     starts = (sum(sizes[:i]) for i in range(len(sizes)))
     return tuple(range(start, start + size)[tp.local_slice(size)] for start, size in zip(starts, sizes))
 
@@ -187,7 +187,7 @@ def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -
     """Compute convolution, gates, delta rule and gated norm for one token of each of B sequences. Fill `out`.
 
     qkvz [B, channels + heads * value_dim]; ba [B, 2 heads]; out [B, heads * value_dim]; layer: a GatedDeltaNet
-    rows: [B], the states to read and overwrite. Only padding may repeat a row.
+    rows: [B], the rows of the states to read and overwrite. Only padding may repeat a row.
     count: [1] int32; if given, how many of the B sequences are not padding
     """
     n = len(rows) if count is None else int(count)

@@ -14,7 +14,7 @@ class RowRanges(NamedTuple):
 
     shape: tuple[int, ...]  # of the whole weight of the checkpoint
     ranges: tuple[range, ...]
-    first_row: int = 0  # of these ranges in the rank's weight
+    first_row: int = 0  # where these ranges begin in the rank's weight
 
     @property
     def parts(self) -> list[Shard]:

@@ -14,7 +14,7 @@ from nanovllm.utils.partial_sum import Compute, PartialSum
 
 MAX_PROGRAMS = 512  # the maximum number of programs of a kernel that waits for other ranks
 MAX_KEYS = 65536
-KEYS = 2  # the index of the barrier for keys; barriers 0 and 1 belong to the two buffers for sums
+KEYS = 2  # index of the barrier for keys, such as those of sampled tokens; barriers 0 and 1 are for the sum buffers
 
 
 class PeerAllReduce(PartialSum):
@@ -45,9 +45,9 @@ class PeerMemory:
     One kernel writes the rank's summands to a buffer. The next kernel waits for the other ranks and reads all summands.
     The two buffers alternate within a forward pass, so a fast rank never overwrites what another rank still reads.
     Before a rank writes to buffer A again, it passes the barrier of buffer B. The other ranks reach the barrier of
-    buffer B only after they have read buffer A. Every forward pass ends with an exchange of keys, which has a separate
-    buffer and barrier. After this exchange, no rank still reads a sum, so every forward pass can begin with the first
-    buffer for sums.
+    buffer B only after they have read buffer A. Every forward pass ends with an exchange of keys (`all_reduce_max`),
+    which has a separate buffer and barrier. After this exchange, no rank still reads a sum, so every forward pass can
+    begin with the first buffer for sums.
 
     The memory is shared through CUDA IPC handles, without NVLink multicast.
     """

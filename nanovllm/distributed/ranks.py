@@ -10,7 +10,7 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 class Ranks(TensorParallel):
     """One of several ranks. An instance of this base class represents a rank that is not connected yet."""
 
-    folder: Path | None = None  # where the ranks' communication still needs files
+    folder: Path | None = None  # a folder whose files the ranks' communication still needs
 
     def barrier(self, device: torch.device) -> None:
         self.all_reduce_max(torch.empty(0, dtype=torch.int64, device=device))

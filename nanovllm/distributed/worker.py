@@ -68,8 +68,8 @@ class Workers:
         self._caller_pid = os.getpid()
         self._num_ready = [0] * (config.tensor_parallel_size - 1)  # READY messages of each rank, at most 2
         self.supervisor: threading.Thread | None = None
-        self._is_closing = False  # set by `exit`, when no queued work waits for a rank
-        self._ended = threading.Event()  # set when the supervisor ends; before 3.13, an interrupted `join` may be wrong
+        self._is_closing = False  # set by `exit` unless a rank has failed: no queued work waits for a rank
+        self._ended = threading.Event()  # set when the supervisor ends; an interrupted `join` is unreliable before 3.13
         self._channel: StepChannel | None = None
         self._folder: Path | None = None
 
@@ -192,7 +192,7 @@ class Workers:
                 self._fail(f"the ranks did not start within {START_TIMEOUT:.0f} s")
 
     def _fail(self, reason: str) -> None:
-        """Kill all ranks."""
+        """Kill all ranks. Store `reason` in `failure`, unless an earlier reason is there."""
         if os.getpid() != self._caller_pid:
             return
         self.failure = self.failure or reason

@@ -70,7 +70,7 @@ def form_of(module: nn.Module) -> Any:
 
 
 def fuse(model: nn.Module) -> None:
-    """In a loaded model, replace the `forward` of every module that has a fused form. A module's parts come first."""
+    """In a loaded model, replace the `forward` of every module that has a fused form. Submodules come first."""
     from nanovllm.fused.forms import Fused
     from nanovllm.fused.fused_linear import set_format
     from nanovllm.layers.linear import LinearBase

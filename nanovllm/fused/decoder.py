@@ -43,7 +43,7 @@ class FusedMLP(Fused):
 class FusedDecoderLayer(Fused):
     """Replaces `Qwen3DecoderLayer.forward`, and the `forward` of other layers whose norms have the same order."""
 
-    rope_index = -1  # index of the layer's Rope in a step of FusedModel; the last has no cosines and sines
+    rope_index = -1  # index into the Ropes of FusedModel; the last Rope has no cosines and sines
 
     what = "norms with the products after them, sums with the norms after them"
 
@@ -57,7 +57,7 @@ class FusedDecoderLayer(Fused):
         self: Any, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if residual is None:
-            hidden_states = copied(hidden_states)  # becomes the residual of the second norm, which overwrites it
+            hidden_states = copied(hidden_states)  # becomes the second norm's residual, which that norm overwrites
         else:
             residual = copied(residual)
         rope = rope_at(getattr(self.self_attn, "rotary_emb", None), positions)
@@ -125,7 +125,7 @@ class FusedModel(Fused):
         return isinstance(module.norm, FusedRMSNorm)
 
     def prepare(self: Any) -> None:
-        self.ropes: tuple = ()  # a tuple, so that they do not become submodules of the model
+        self.ropes: tuple = ()  # a tuple, so that the embeddings do not become submodules of the model
         for layer in self.layers:
             rope = getattr(getattr(layer, "self_attn", None), "rotary_emb", None)
             if isinstance(layer, Fused) and isinstance(rope, FusedRotaryEmbedding):

@@ -48,7 +48,10 @@ class FusedMinistral3Attention(FusedAttention):
 
 @operation
 def norm_columns(x: torch.Tensor, weights: tuple[torch.Tensor, torch.Tensor], eps: float) -> torch.Tensor:
-    """Normalize the first two groups of columns of x [T, N] in place, one group for each weight, and return x."""
+    """Normalize the first `len(weights[0])` columns and the next `len(weights[1])` columns of x [T, N] in place.
+
+    Return x.
+    """
     q, k, _ = x.tensor_split((len(weights[0]), len(weights[0]) + len(weights[1])), 1)
     for part, weight in zip((q, k), weights):
         part.copy_(rms_norm(part, weight, eps))

@@ -18,13 +18,13 @@ FEED_EXPERTS = "nanovllm.models.shared.gemma4_layers:Gemma4ExpertsLayer.feed_for
 
 
 def has_method(module: nn.Module, path: str) -> bool:
-    """Return whether a module has the method at `path`, "module:Class.name", and has not replaced it."""
+    """Return whether a module uses the method at `path` ("module:Class.name"), not a replacement."""
     name = path.rsplit(".", 1)[1]
     return name not in vars(module) and getattr(type(module), name) is resolve_name(path)
 
 
 def normed_sum(x: PartialSum, norm: nn.Module) -> PartialSum:
-    """Return the norm of a sum. It is deferred, unless the norm has hooks."""
+    """Return the norm of a sum. The norm is deferred, unless its module has hooks."""
     return NormedSum(x, norm) if takes_fused(norm) else PartialSum(norm(x.reduce()))
 
 
@@ -55,7 +55,7 @@ class FusedGemma3Layer(FusedDecoderLayer):
 
 
 class FusedGemma4Layer(FusedGemma3Layer):
-    """Replaces `Gemma4DecoderLayer.forward`, which multiplies the results by a factor."""
+    """Replaces `Gemma4DecoderLayer.forward`, which multiplies the results by a factor per layer."""
 
     def feed(self: Any, x: NormInput) -> PartialSum:
         if not has_method(self, FEED_EXPERTS):
@@ -104,7 +104,7 @@ def add_normed(x: PartialSum, residual: torch.Tensor) -> torch.Tensor:
 
 
 class FusedOlmo3Layer(FusedDecoderLayer):
-    """Replaces `Olmo3DecoderLayer.forward`. There are no other norms than those after attention and MLP."""
+    """Replaces `Olmo3DecoderLayer.forward`. The layer has no norms except after attention and after the MLP."""
 
     what = "norms with the sums after them"
 

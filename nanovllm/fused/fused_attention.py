@@ -68,7 +68,7 @@ def norm_rope_and_store(
 
 
 def attend(attn: Attention, x: Any, qkv_proj: LinearBase | None, qk_norm_rope: QKNormRope) -> torch.Tensor:
-    """Compute the qkv matmul of the norm `x`, then attention. Return [T, heads * head_dim].
+    """Compute the qkv matmul of the deferred norm `x`, then attention. Return [T, heads * head_dim].
 
     If `qkv_proj` is None, `x` is already the result of the qkv matmul, [T, (heads + 2 kv_heads) * head_dim]. For small
     decode batches, one kernel computes q and k norms, RoPE, cache store and attention. For large prefills, one kernel

@@ -24,7 +24,7 @@ from nanovllm.utils.partial_sum import Compute, PartialSum, sum_over_ranks
 
 @operation
 def mix_experts(x: NormInput, layer: Any, slot_mapping: torch.Tensor) -> PartialSum:
-    """Compute a MoE layer for the norm x [T, hidden]. Return an unfinished sum [T, hidden] over the ranks.
+    """Compute a MoE layer for the deferred norm x [T, hidden]. Return an unfinished sum [T, hidden] over the ranks.
 
     Tokens with a negative slot are padding, whose results are undefined.
     """

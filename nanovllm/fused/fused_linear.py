@@ -37,7 +37,7 @@ def split_linear(
 def norm_linear(
     x: NormInput, weight: torch.Tensor, bias: torch.Tensor | None = None, act: nn.Module | None = None
 ) -> torch.Tensor:
-    """Compute `linear` for the norm `x` [T, inputs], then the activation. The activation may return quantized rows."""
+    """Compute `linear` for the deferred norm `x`, then the activation. The activation may return quantized rows."""
     y = linear(x.tensor(), weight, bias)
     return y if act is None else act(y)
 
@@ -93,7 +93,7 @@ def are_known(*layers: nn.Module, output: nn.Module | None = None) -> bool:
 
 
 def product(layer: Any, x: NormInput, act: nn.Module | None = None) -> Any:
-    """Compute act(x W^T + b) with the weight W and bias b of `layer`, for the norm `x`."""
+    """Compute act(x W^T + b) with the weight W and bias b of `layer`, for the deferred norm `x`."""
     if act is None or activation_of(act):
         return layer.format.norm_linear(layer, x, act)
     return act(layer.format.norm_linear(layer, x, None))
@@ -104,7 +104,7 @@ def partial_sum(layer: Any, x: Any) -> PartialSum:
 
     For a small batch, a rank may also split the matmul along K, the input dimension, if this is faster.
     """
-    bias = layer.bias if layer.tp.rank == 0 else None  # the sum over ranks must contain it once
+    bias = layer.bias if layer.tp.rank == 0 else None  # the sum over ranks must contain the bias once
     num_rows, split_k = len(x), 1
     if layer.bias is None:
         split_k = layer.format.best_split_k(layer, x, max_split_k(layer.tp, num_rows))

@@ -34,7 +34,7 @@ class NormedSum(PartialSum):
 
     @property
     def tensor(self) -> None:
-        """There is no tensor yet."""
+        """Always None, because the norm is not computed yet."""
 
     def times(self, factor: torch.Tensor) -> "NormedSum":
         """Set the factor, and return this object."""
@@ -94,7 +94,7 @@ class Normed(NormInput):
     """The result of a norm that a plain layer has already computed."""
 
     def __init__(self, normed: torch.Tensor):
-        normed = normed.contiguous()  # kernels need it
+        normed = normed.contiguous()  # as kernels require
         self.x, self.residual_before = PartialSum(normed), None
         self.normed, self.device, self.total = normed, normed.device, normed  # so that no kernel computes a norm
         self.weight, self.eps = normed.new_empty(normed.shape[1]), 0.0  # only the shape counts

@@ -19,7 +19,7 @@ class _Sequence(NamedTuple):
     """The attention plan of a sequence, shared by all layers with the same window."""
 
     spans: torch.Tensor  # the result of `spans_of`
-    queries: list[tuple[slice, torch.Tensor]]  # blocks: rows of q, and hidden keys [key blocks, QUERIES, 1, KEYS]
+    queries: list[tuple[slice, torch.Tensor]]  # by block: rows of q, mask of hidden keys [key blocks, QUERIES, 1, KEYS]
 
 
 class InvariantBackend(AttentionBackend):

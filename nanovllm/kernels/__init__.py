@@ -15,7 +15,7 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_tables: dict[str, Mapping[str, Callable]] = {}  # by device type followed by the variant
+_tables: dict[str, Mapping[str, Callable]] = {}  # key: the device type, followed by the variant
 # the variant of the operations that this thread uses: "", or "-invariant" (see invariant/)
 variant: ContextVar[str] = ContextVar("variant of the operations", default="")
 _forget: list[Callable[[], None]] = []  # each clears the cached choices of one operation

@@ -24,5 +24,5 @@ FUSED_ACTIVATIONS: dict[Callable, Activation] = {}
 
 
 def activation_of(module: Any) -> Activation | None:
-    """Return the activation of a module, or None if it is not fused with the matmul before it."""
+    """Return the activation of a module, or None if no kernel fuses this activation with the preceding matmul."""
     return FUSED_ACTIVATIONS.get(getattr(type(module), "forward", None))  # modules of TorchScript have no `forward`

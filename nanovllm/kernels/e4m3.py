@@ -14,7 +14,7 @@ import triton.language as tl
 
 # no scale is 0, because attention takes the logarithm of scales
 MIN_SCALE = tl.constexpr(2.0**-32)
-ONES = tl.constexpr(0x3F803F80)  # a pair of scales, bfloat16
+ONES = tl.constexpr(0x3F803F80)  # a pair of bfloat16 scales, both 1
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def encode_e4m3(x, dtype: tl.constexpr):
 
 @triton.jit
 def encode_rows(x, dtype: tl.constexpr):
-    """Quantize rows x [R, D] to e4m3 in `dtype`. Return the quantized rows and their scales [R].
+    """Quantize rows x [R, D] to e4m3, stored as `dtype`. Return the quantized rows and their scales [R].
 
     The scales are float32 values that bfloat16 represents exactly. A row that contains NaN or infinity gets an infinite
     scale, so the row never decodes to finite values.

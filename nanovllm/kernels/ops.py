@@ -39,7 +39,7 @@ from nanovllm.quantization.kernels.multiply_scaled import (
 )
 from nanovllm.quantization.kernels.packed_gemm import best_packed_split_k, dequantize_packed, packed_linear
 
-TINY_WEIGHTS, TINY_SPLIT_K = 2**20, 16  # splitting a small GEMM saves time, although the parts must be added
+TINY_WEIGHTS, TINY_SPLIT_K = 2**20, 16  # splitting K of a small GEMM saves time, although the summands must be added
 
 
 def linear(x, weight, bias=None):
@@ -60,7 +60,7 @@ def split_linear(x, weight, bias=None, split_k=1, out=None):
 
 
 def norm_linear(x, weight, bias=None, act=None):
-    """Compute the norm, matmul and activation of a single row in one kernel, unless the row is an unfinished sum.
+    """Compute the norm, matmul and activation of a single row in one kernel, unless the row is still a sum of parts.
 
     For several rows, a separate kernel computes the norm. For many rows on Hopper, one kernel computes matmul and
     activation.
@@ -80,7 +80,7 @@ def best_split_k(x, weight, max_split_k):
 
 
 def own_norm_of(x, residual, eps):
-    """For the argument x of `add_rms_norm`, return a PartialSum and the argument `own_norm` of the norm's kernel."""
+    """Split the argument x of `add_rms_norm` into a PartialSum and the argument `own_norm` of the norm's kernel."""
     if x.norm is None:
         return x, NO_OWN_NORM
     own_weight, own_eps, factor = x.norm
@@ -100,7 +100,7 @@ def add_rms_norm(x, residual, weight, eps):
 
 
 def rms_norm(x, weight, eps):
-    rows = x.reshape(-1, x.shape[-1]).contiguous()  # heads may be a view of qkv
+    rows = x.reshape(-1, x.shape[-1]).contiguous()  # x may contain heads, a view of qkv
     return add_and_norm(rows, weight, eps).view(x.shape)
 
 

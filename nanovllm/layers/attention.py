@@ -30,7 +30,7 @@ class Attention(nn.Module):
         # some families set these, too: see AttentionSpec
         self.soft_cap: float | None = None
         self.sinks: torch.Tensor | None = None
-        self.table = 0  # the block table that it uses: see cache/window_tables.py
+        self.table = 0  # the block table that this layer uses: see cache/window_tables.py
         # the runner replaces both
         self.backend: AttentionBackend = SDPABackend()
         self.cache = KVCache(torch.empty(2, 0))

@@ -10,7 +10,7 @@ from nanovllm.utils.loader import default_weight_loader, parameter
 
 @operation
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute the RMSNorm of x [..., N] with weight [N]. PyTorch computes it in float32."""
+    """Compute the RMSNorm of x [..., N] with weight [N]. PyTorch computes the norm in float32."""
     return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
 

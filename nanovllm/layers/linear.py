@@ -21,7 +21,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def _padded_rows(num_rows: int) -> int:
-    """Round 65 to 128 rows up to a multiple of 8, 129 to 256 rows to one of 16, and so on, up to multiples of 256."""
+    """Round 65 to 128 rows up to multiples of 8, 129 to 256 rows to multiples of 16, and so on.
+
+    The step is at most 256.
+    """
     step = 1 if num_rows <= 64 else min(256, 1 << ((num_rows - 1).bit_length() - 4))
     return -(-num_rows // step) * step
 
@@ -134,5 +137,5 @@ class RowParallelLinear(LinearBase):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map this rank's inputs [T, inputs] to outputs [T, outputs]. The outputs are equal on all ranks."""
-        bias = self.bias if self.tp.rank == 0 else None  # the sum over ranks must contain it once
+        bias = self.bias if self.tp.rank == 0 else None  # the sum over ranks must contain the bias once
         return self.tp.all_reduce(self.multiply(x, bias))

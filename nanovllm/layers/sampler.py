@@ -58,7 +58,7 @@ class Sampler(nn.Module):
         best, token_ids = sample(logits, temperatures, seeds, positions, self.first_id, cutoffs=cutoffs)
         if self.tp.size == 1:
             return token_ids
-        return ~self.tp.all_reduce_max(token_keys(best, token_ids)).int()  # of equal scores, the lowest id
+        return ~self.tp.all_reduce_max(token_keys(best, token_ids)).int()  # among equal scores, the lowest id wins
 
 
 @operation
@@ -70,7 +70,7 @@ def sample(
     first_id: int = 0,
     cutoffs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a token for each row from this rank's shard. Return scores [S] and ids [S]."""
+    """Draw a token for each row from this rank's shard of the vocabulary. Return scores [S] and ids [S]."""
     scores = logits.float()
     filtered_rows = () if cutoffs is None else (cutoffs > KEEPS_ALL).nonzero().squeeze(-1)
     if len(filtered_rows):
@@ -99,7 +99,7 @@ def philox(counter: tuple, key: tuple, rounds: int = PHILOX_ROUNDS) -> tuple[tor
     `counter` contains four int64 tensors, and `key` contains two. All values are below 2^32. All shapes broadcast.
     """
     words = *counter, *key
-    # with hundreds of counters, NumPy takes a third of PyTorch's time; with more counters, it is not slower
+    # with hundreds of counters, NumPy takes a third of PyTorch's time; with more counters, NumPy is not slower
     c0, c1, c2, c3, k0, k1 = (word.numpy() for word in words) if key[0].device.type == "cpu" else words
     for _ in range(rounds):
         x, y = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # modulo 2^64

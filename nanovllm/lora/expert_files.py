@@ -97,7 +97,10 @@ class ExpertReader:
         return found
 
     def _read_single(self, path: str, projection: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Read adapters of single experts. Experts without an adapter get zeros, as do ranks below the largest rank."""
+        """Read adapters of single experts.
+
+        Experts without an adapter get zeros, and matrices of a smaller rank are padded with zeros.
+        """
         count, (inputs, outputs) = self._experts[path].num_experts, self._experts[path].of_expert(projection)
         names = {i: f"{path}.{i}.{projection}" for i in range(count)}
         modules = {i: self._modules[name] for i, name in names.items() if name in self._modules}

@@ -14,7 +14,7 @@ from nanovllm.moe.experts import Experts
 from nanovllm.utils.context import of_tokens
 from nanovllm.utils.replace import replace_methods
 
-MAX_TOKENS = 4096  # computed at a time, because each token has `top_k` rows
+MAX_TOKENS = 4096  # tokens that are computed at a time; few, because each token has `top_k` rows
 
 
 @operation
@@ -67,7 +67,7 @@ class AdaptedExperts:
 
 
 def adapt_experts(experts: Experts, gate_up: LoRAStack, down: LoRAStack, slots_of_requests: torch.Tensor) -> None:
-    """Add the results of adapters to the results of `experts`."""
+    """Make `experts` add the results of adapters to its own results."""
     replace_methods(experts, AdaptedExperts, "Adapted")
     experts.gate_up_adapters, experts.down_adapters = gate_up, down  # type: ignore[assignment]
     experts.slots_of_requests = slots_of_requests  # type: ignore[assignment]

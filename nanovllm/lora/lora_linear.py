@@ -22,7 +22,7 @@ from nanovllm.utils.context import get_context, of_tokens
 class LoRAStack(NamedTuple):
     """The adapters of a layer, stacked by slot. R is the setting `max_lora_rank`.
 
-    A mixture of experts has a row of matrices for each slot and expert: row `slot * experts + expert`.
+    A mixture of experts has a pair of matrices for each slot and expert, at index `slot * experts + expert`.
     """
 
     a: torch.Tensor  # [slots * experts, parts, R, inputs]

@@ -15,7 +15,7 @@ longest sequence. CONTRIBUTING.md shows how to add a family. The class has:
 - `forward(token_ids, positions)`: maps token ids [T] and positions [T] to hidden states [T, hidden_size]
 - `compute_logits(hidden_states)`: maps hidden states [S, hidden_size] to logits [S, vocabulary]
 
-It may have:
+The class may have:
 
 - `layer_types`: supported values in config.json's `layer_types`, by default `full_attention`
 - `defaults`: values of entries that may be absent from config.json or its `text_config`
@@ -59,7 +59,7 @@ def make_model(config: "ModelConfig", max_len: int, tp: TensorParallel = TensorP
 class ModelConfig:
     """The shape of a checkpoint, from a `config.json` written by transformers 4 or 5."""
 
-    model_type: str  # a key of MODELS
+    model_type: str  # a key of `utils.families.MODELS`
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -80,7 +80,7 @@ class ModelConfig:
     mlp_bias: bool = False
     sliding_window: int | None = None  # how many tokens a token attends to, including itself
     moe: Any = None  # MoEConfig of moe/, if there are layers with a mixture of experts
-    attention_fraction: float = 1.0  # of the layers, the fraction that attends to all tokens
+    attention_fraction: float = 1.0  # the fraction of layers that attend to all tokens
     max_table_views: int = 0  # an upper bound of the number of `Config.table_views`
     hybrid: Any = None  # HybridConfig of delta_net/, if there are layers that keep a state
     vision: Any = None  # VisionConfig of vision/, if the engine takes images

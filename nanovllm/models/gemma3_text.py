@@ -103,7 +103,7 @@ class Gemma3ForCausalLM(WindowsForCausalLM):
 
 
 def read_gemma(raw: dict, file: Path, interval: int, local_theta: float | None = None) -> dict:
-    """Return the fields of ModelConfig. See `read_windows` for `interval` and `local_theta`."""
+    """Return Gemma's fields of ModelConfig. See `read_windows` for `interval` and `local_theta`."""
     activation = raw.get("hidden_activation", "gelu_pytorch_tanh")
     check_choice(f"{file}: hidden_activation", activation, ("gelu_pytorch_tanh",))
     bidirectional = raw.get("use_bidirectional_attention") or None

@@ -92,7 +92,7 @@ class Gemma4ForCausalLM(Gemma3ForCausalLM):
 
     @staticmethod
     def read_config(raw: dict, file: Path) -> dict:
-        # with "vision", text also attends causally
+        # with "vision", text still attends causally
         check_choice(f"{file}: use_bidirectional_attention", raw.get("use_bidirectional_attention"), (None, "vision"))
         fields = read_gemma(raw | {"use_bidirectional_attention": None}, file, 6)
         sizes = (*fields["details"].sizes[:-1], None)  # as in transformers, the last layer has no window

@@ -27,7 +27,10 @@ ROPE = {
 
 
 class QueryScale(NamedTuple):
-    """The `ModelConfig.details`. A query at position `p` is multiplied by `1 + beta * log(1 + p // length)`."""
+    """The `ModelConfig.details` of Ministral 3.
+
+    A query at position `p` is multiplied by `1 + beta * log(1 + p // length)`.
+    """
 
     beta: float
     length: float
@@ -57,7 +60,7 @@ class Ministral3ForCausalLM(LlamaForCausalLM):
     @staticmethod
     def make_attention(config: ModelConfig, rotary_emb: RotaryEmbedding) -> nn.Module:
         scale = config.details
-        is_scaled = scale is not None and config.max_position_embeddings > scale.length  # before, the factor is 1
+        is_scaled = scale is not None and config.max_position_embeddings > scale.length  # below, the factor is 1
         return (Ministral3Attention if is_scaled else LlamaAttention)(config, rotary_emb)
 
     @staticmethod

@@ -25,10 +25,10 @@ def split_experts(loaders: dict[str, tuple[Callable, list[int]]], model: nn.Modu
 
 
 def load_alternating(load: Callable, name: str, stack: Any) -> torch.Tensor | None:
-    """Load a stack of weights [experts, inputs, outputs] or biases [experts, outputs], unless it is quantized.
+    """Load a stack of weights [experts, inputs, outputs] or biases [experts, outputs].
 
-    In such a stack, the outputs of the gate and up projections alternate. See Experts for this package's layout, in
-    which `load` takes the stack.
+    A quantized stack is passed to `load` unchanged. In other stacks, the outputs of the gate and up
+    projections alternate. See Experts for this package's layout, in which `load` takes the stack.
     """
     if callable(stack) or not name.endswith(("_proj", "_proj_bias")):
         return load(stack)

@@ -45,7 +45,7 @@ class ExpertsFormat:
     In this class, weights have the dtype of the activations. quantization/ defines formats with 8 and 4 bits.
     """
 
-    # suffix of a checkpoint's tensor of one expert -> suffix of the stacked parameter that contains it
+    # suffix of one expert's tensor in a checkpoint -> suffix of the stacked parameter that contains this tensor
     suffixes: ClassVar = {"weight": ""}
     is_scaled = False  # whether `stacks` have scales
     is_packed = False  # whether `stacks` are 4-bit weights
@@ -73,7 +73,7 @@ class Experts(nn.Module):
         super().__init__()
         tp = get_construction().tp
         self.num_experts, self.hidden_size, self.size = config.num_experts, hidden_size, config.intermediate_size
-        # the ranks divide either the experts or the experts' inner size; each rank has all of the other
+        # the ranks divide either the experts or the experts' inner size; the other dimension is whole on each rank
         self.expert_tp = tp if config.expert_parallel else TensorParallel()
         self.size_tp = TensorParallel() if config.expert_parallel else tp
         self.num_local = self.expert_tp.shard_size("experts", self.num_experts)
@@ -183,7 +183,7 @@ class Router(ReplicatedLinear):
     def __init__(self, hidden_size: int, config: MoEConfig):
         super().__init__(hidden_size, config.num_experts + config.num_shared, config.has_bias)
         self.num_experts = config.num_experts
-        self.output_sizes = [config.num_experts]  # a family may rename it: see load_whole
+        self.output_sizes = [config.num_experts]  # for families that rename the router: see load_whole
 
     def shard(self) -> Shard:
         return Shard((self.num_experts, self.weight.shape[1]))

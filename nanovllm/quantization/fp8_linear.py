@@ -19,11 +19,11 @@ from nanovllm.quantization.scaled import QuantScheme
 from nanovllm.quantization.scaled_linear import ScaledLinear
 
 BLOCK = (128, 128)  # the only block size that the library supports, besides whole rows
-MAX_GEMM_ROWS = 32  # with more rows, the library computes the matmuls that `quantized_linear` does not
+MAX_GEMM_ROWS = 32  # with more rows, the library computes the matmuls that `quantized_linear` does not compute
 
 
 class FP8Linear(ScaledLinear):
-    """A format that quantizes rows, unless the preceding kernel has quantized them."""
+    """A format that quantizes the rows of activations, unless the preceding kernel has quantized them."""
 
     max_split_k_rows = 160  # up to this many rows, a split GEMM with few output tiles is faster than the library
     min_rows = 2  # a single row is not quantized, because reading the weights limits its speed
@@ -78,7 +78,8 @@ class FP8Linear(ScaledLinear):
     def _quantized(self, x: NormInput) -> ops.QuantizedRows:
         """Quantize x in the norm's kernel if possible.
 
-        A separate kernel quantizes x if the norm is already computed, or if it must add several ranks' results.
+        A separate kernel quantizes x if the norm is already computed, or if the norm's kernel must add several ranks'
+        results.
         """
         residual = x.residual_before
         if x.total is not None:

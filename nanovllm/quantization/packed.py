@@ -134,7 +134,7 @@ class PackedWeight:
     ValueError if the border between two ranks' inputs cuts a group.
     """
 
-    advice = "use fewer ranks"  # in this error
+    advice = "use fewer ranks"  # the end of this error's message
 
     def __init__(self, shape: tuple[int, ...], scheme: PackedScheme, shards: list[Shard], select: Callable):
         *stack, n, k = shape
@@ -181,7 +181,7 @@ class PackedWeight:
             self.parameters[name].weight_loader = partial(self._load, field, reader)  # type: ignore[attr-defined]
 
     def move_to(self, packed: Packed) -> None:
-        """Let the parameters and their loaders use these tensors, which have the same shapes."""
+        """Let the parameters and their loaders use the tensors of `packed`, which must have the old tensors' shapes."""
         self.packed = packed
         for name, field in self._fields().items():
             if (data := getattr(packed, field, None)) is not None:
@@ -203,7 +203,7 @@ class PackedWeight:
         return torch.cat(filled[1::3])
 
     def _load(self, field: str, read: Callable, _: torch.Tensor, weight, *arguments) -> torch.Tensor | None:
-        """Load a shard of a stored tensor."""
+        """Load this rank's shard of one of the checkpoint's tensors."""
         if (selected := self.select(*arguments)) is None:
             return None
         shard, index = selected
@@ -224,7 +224,7 @@ class PackedWeight:
         return torch.cat(filled) if field in ("scales", "row_scales") else None
 
     def _load_groups(self, target: torch.Tensor | None, index: tuple[int, ...], ids: torch.Tensor) -> None:
-        """Load the group of each input."""
+        """Load the group id of each input. Without a `target`, check that the groups are contiguous."""
         if target is None:
             first = torch.arange(len(ids), device=ids.device) // self.packed.group_size
             if not torch.equal(first + self.first_group, ids.long()):
@@ -237,7 +237,7 @@ class PackedWeight:
         target[index].copy_(ids)
 
     def _random(self, field: str, weight: Callable, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return random codes, equal scales and contiguous groups."""
+        """Return dummy data for `field`: random codes, equal scales or zero points, or the ids of contiguous groups."""
         if field == "words":
             return ((weight(shape).float() / BOUND + 1) * 8).clamp(0, 15).to(torch.uint8)
         if field in DUMMY:

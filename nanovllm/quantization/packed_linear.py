@@ -49,7 +49,7 @@ class PackedLinear(WeightFormat):
         return self.weight.packed
 
     def move_to_end(self, stack: Packed) -> None:
-        """Store the weight as the last one of a stack. The weight must not be loaded yet."""
+        """Store the weight as the last weight of `stack`. The weight must not be loaded yet."""
         self.weight.move_to(stack.of(-1))
 
     def linear(self, layer: LinearBase, x: Any, bias=None, split_k: int = 1, out=None) -> torch.Tensor:

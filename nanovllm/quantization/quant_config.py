@@ -41,7 +41,7 @@ class QuantConfig:
     Embeddings, the output head and routers are never quantized.
     """
 
-    name: str  # its name in the setting `quantization`
+    name: str  # the format's name in the setting `quantization`
     groups: tuple[tuple[tuple[str, ...], Scheme], ...]
     ignore: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()  # of the checkpoint's tensors, as safetensors names them
@@ -63,7 +63,7 @@ class QuantConfig:
         return all(scheme.quantizes for _, scheme in self.groups)
 
     def own_name(self, name: str) -> str:
-        """Return the model's name for a tensor.
+        """Return the model's name for the tensor that the checkpoint calls `name`.
 
         Some checkpoints use the name of block scales, `weight_scale_inv`, for the single scale of a weight.
         """

@@ -114,8 +114,8 @@ class ScaledWeight:
     a tensor, not a parameter.
 
     `select` takes the arguments of a `weight_loader`, and returns a shard of the checkpoint's weight, and the index of
-    the shard's matrix. The index is () if there is only one matrix. `select` returns None if the shard belongs to
-    another rank.
+    the shard's matrix in the stack. The index is () if there is only one matrix. `select` returns None if the shard
+    belongs to another rank.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class ScaledWeight:
         self.scheme, self.block, self.select = scheme, block, select
         self.values = parameter(shape, self._load_values, scheme.dtype)
         shape = (*stack, n // block.rows, k // block.columns)
-        if scheme.scale_name is None:  # nothing loads them, so they need no loader
+        if scheme.scale_name is None:  # nothing loads these scales, so they need no loader
             self.scales = torch.empty(shape, dtype=torch.float32)
         else:
             self.scales = parameter(shape, self._load_scales, torch.float32)
@@ -154,7 +154,10 @@ class ScaledWeight:
         return callable(weight) or isinstance(weight, torch.Tensor) or self.scheme.scale_name is None
 
     def quantize_shard(self, weight: torch.Tensor, shard: Shard, index: tuple[int, ...]) -> torch.Tensor:
-        """Quantize a whole weight, because a block may exceed a shard. Copy the shard, and return the copied scales."""
+        """Quantize a whole weight, because a block may exceed a shard.
+
+        Copy the quantized shard, and return the shard's scales.
+        """
         # always on this device, because CUDA may round quotients differently than a CPU
         values, scales = self.scheme.quantize(weight.to(self.values.device))
         shard.copy(self.values[index], values)

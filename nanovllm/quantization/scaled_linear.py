@@ -61,7 +61,10 @@ class ScaledLinear(WeightFormat):
         self.values, self.scales = self.weight.values.data, self.weight.scales.data
 
     def move_to_end(self, stack: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Store the weight as the last one of a stack of values and scales. The weight must not be loaded yet."""
+        """Store the weight as the last weight of `stack`, which is (values, scales).
+
+        The weight must not be loaded yet.
+        """
         self.values, self.scales = (tensor.data[-1] for tensor in stack)
         self.weight.values.data, self.weight.scales.data = self.values, self.scales
 

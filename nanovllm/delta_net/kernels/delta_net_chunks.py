@@ -139,7 +139,7 @@ def _chunks_kernel(rule_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.co
 @dependent_kernel()
 @triton.jit(do_not_specialize=["stride"])
 def _states_kernel(x_rows, rule_ptrs, seq_ptrs, state_ptrs, stride, PLAN: tl.constexpr, PDL: tl.constexpr):
-    """Each program computes `tile` values of one head of one sequence, from the first chunk to the last.
+    """Each program updates `tile` of the value_dim rows of the state of one head of one sequence, chunk by chunk.
 
     The kernel replaces v with the error of the state: v minus w times the state.
     """
@@ -232,7 +232,7 @@ def delta_net_chunks(qkvz, ba, layer: Any, states: Any, state_rows, starts, num_
     launch(_chunks_kernel, (triton.cdiv(heads.num_values, each), num_chunks), qkvz.device)(
         inputs, seqs, num_seqs, PLAN=Plan(heads, each, seqs_pad=pad, stages=2 if fits else 1)
     )
-    # if there are few states, each is divided over more programs
+    # if there are few states, each state is divided over more programs
     is_few = heads.num_values * num_seqs * triton.cdiv(heads.value_dim, 32) <= num_sms(qkvz.device)
     tile, stages = min(32 if is_few else 64, heads.value_pad), (3 if is_few else 2) if fits else 1
     launch(_states_kernel, (triton.cdiv(heads.value_dim, tile), heads.num_values, num_seqs), qkvz.device)(

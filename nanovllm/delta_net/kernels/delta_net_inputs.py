@@ -143,7 +143,7 @@ def keep_inputs(source, written, head, certain, end, PLAN: tl.constexpr):
     in_window = (i < SIZE - 1) & inside
     window_ptr = state_ptrs.windows + written * ((SIZE - 1) * HEADS.channels)
     window = _load_inputs(source, first, first + i, channel, in_window, PLAN)
-    tl.debug_barrier()  # until all threads have read the window, whose kept part moves to the front
+    tl.debug_barrier()  # until all threads have read the old window, whose last inputs move to the front
     tl.store(window_ptr + i * HEADS.channels + channel, window, in_window)
     if state_ptrs.num_tokens is not None and head == 0:
         tl.store(state_ptrs.num_tokens + written, tl.load(state_ptrs.num_tokens + read) + certain - begin)

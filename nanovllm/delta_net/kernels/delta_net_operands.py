@@ -1,7 +1,7 @@
 """The arguments of the gated delta rule's kernels: a layer, and the sequences of a step.
 
 A token's index is the number of its row in this step, not its position in the sequence. A sequence's tokens of this
-step start at index `own`. The accepted drafts of the previous step, whose inputs were kept, have the indices from
+step start at index `own`. The accepted drafts of the previous step, whose inputs were stored, have the indices from
 `begin` to `own`. The convolution's window ends before index `begin`.
 """
 
@@ -23,7 +23,7 @@ class Heads(NamedTuple):
     keys: int  # elements of a token's keys, and of its queries
     values: int  # elements of a token's values
     channels: int  # of the convolution: queries, keys, values
-    draft: int  # elements that are kept per draft: channels and gates
+    draft: int  # elements that are stored per draft: channels and gates
     key_pad: int  # key_dim, rounded up to a power of two
     value_pad: int  # value_dim, rounded up to a power of two
     pad: int  # the larger of the two
@@ -31,9 +31,9 @@ class Heads(NamedTuple):
 
 class Plan(NamedTuple):
     heads: Heads
-    tile: int  # tokens, value heads or values per program
-    rows: int = 0  # per decoding sequence; 0 for chunks
-    kept: int = 0  # maximum number of kept drafts of the previous step
+    tile: int  # tokens, value heads or elements of the value per program
+    rows: int = 0  # tokens of this step per decoding sequence; 0 for chunks
+    kept: int = 0  # maximum number of stored drafts of the previous step
     seqs_pad: int = 0  # a power of two, at least the number of sequences with chunks
     stages: int = 1  # of the pipeline that loads ahead
     is_summed: bool = False  # whether log decays are summed within a tile
@@ -63,7 +63,7 @@ class Sequences(NamedTuple):
     Either all sequences decode, or all have prefill chunks.
     """
 
-    rows: torch.Tensor  # of states [B]; for chunks [2, B]: rows to read, and rows to write
+    rows: torch.Tensor  # [B], the rows of states; for chunks [2, B]: rows to read, and rows to write
     count: torch.Tensor | None  # [1] int32: the number of decode rows, if a batch is padded
     starts: torch.Tensor | None = None  # of chunks; None: decodes
     context_lens: torch.Tensor | None = None  # only with drafts
@@ -112,7 +112,7 @@ def sequence_of(seq_ptrs, seq, stride, PLAN: tl.constexpr):
 
 @triton.jit
 def chunk_of(seq_ptrs, num_seqs, index, CHUNK: tl.constexpr, PAD: tl.constexpr):
-    """Return (sequence, index within the sequence) of the chunk with this index in the step.
+    """Return (sequence, index within the sequence) of the step's chunk number `index`.
 
     If the step has fewer chunks, the returned sequence is at least `num_seqs`.
     """

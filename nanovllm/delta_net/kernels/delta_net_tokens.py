@@ -75,7 +75,8 @@ def _tokens_kernel(
         has_work = own < tl.load(seq_ptrs.count)
     if not has_work:
         return
-    # [value_dim, key_dim / P, P]: a thread has many keys of a few values, so that it computes most of a sum by itself
+    # [value_dim, key_dim / P, P]: a thread has many columns of a few rows, so that it computes most of a row's sum
+    # itself
     PART: tl.constexpr = HEADS.key_pad if HEADS.key_pad < 32 else 32
     d = (tl.arange(0, HEADS.key_pad // PART)[:, None] * PART + tl.arange(0, PART)[None, :])[None, :, :]
     e = tl.arange(0, HEADS.value_pad)[:, None, None]
@@ -97,7 +98,7 @@ def _tokens_kernel(
     # 2. tokens up to the last certain token
     state = _through_tokens(state, rule_ptrs, head, d, begin, certain, shift, DTYPE, HEADS)
     tl.store(state_ptrs.matrices + written * (HEADS.values * HEADS.key_dim) + state_at, state, of_state)
-    # 3. drafts after it
+    # 3. drafts after that token
     if PLAN.rows > 1:
         _through_tokens(state, rule_ptrs, head, d, certain, end_own, shift, DTYPE, HEADS)
     # 4. gated norms; a copy gets the norm of its original, and padding gets zeros
@@ -119,10 +120,11 @@ def _tokens_kernel(
 def _launch_tokens(
     qkvz, ba, layer: Any, states: Any, seqs: Sequences, sizes: tuple, out, num_warps: int | None
 ) -> None:
-    """Launch both kernels. `sizes` is (sequences, rows per sequence, maximum drafts of the previous step).
+    """Launch `_inputs_kernel` and `_tokens_kernel`.
 
-    If `num_warps` is None, choose the fastest number of warps. If there are many programs, a program gets fewer warps,
-    because warps repeat a part of each other's work.
+    `sizes` is (sequences, rows per sequence, maximum drafts of the previous step). If `num_warps` is None, choose
+    the fastest number of warps. If there are many programs, a program gets fewer warps, because warps repeat a part of
+    each other's work.
     """
     heads, x, state_tensors = operands = operands_of(qkvz, ba, layer, states)
     num_seqs, rows, kept = sizes

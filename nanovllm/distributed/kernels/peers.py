@@ -30,7 +30,7 @@ class PeerBarrier(NamedTuple):
 
     addresses: torch.Tensor  # [ranks] int64: where each rank's memory begins in this GPU's address space
     data_offset: int  # where the data begins, in bytes from the beginning of a rank's memory
-    flags_offset: int  # where the flags [max_programs, ranks] int32 begin, in bytes from there as well
+    flags_offset: int  # where the flags [max_programs, ranks] int32 begin, in bytes from the same address
     max_programs: int
     # [1] int32 in pinned host memory: if not 0, kernels end early, and their results are worthless
     aborted: torch.Tensor

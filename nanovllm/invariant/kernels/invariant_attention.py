@@ -18,7 +18,7 @@ from nanovllm.kernels.attention.paged_cache import LOG2_E, tanh_of_scores
 from nanovllm.kernels.attention.split_sequence import NO_KEYS
 from nanovllm.kernels.e4m3 import unpack_scales
 
-# keys, a multiple of every tile; smaller segments allow more programs per sequence, but add sums more often
+# keys per segment, a multiple of every tile size; smaller segments allow more programs, but need more additions of sums
 SEGMENT = tl.constexpr(512)
 
 
@@ -97,7 +97,7 @@ def add_segment(done, segment):
 
 @triton.jit
 def store_attended(out_ptr, at, done, mask, sinks_ptr, head):
-    """Divide by the sums of weights, and store the result.
+    """Divide the sums of weighted values by the sums of weights, and store the quotients.
 
     Unless `sinks_ptr` is None, first add the sinks of heads `head` to the sums of weights.
     """

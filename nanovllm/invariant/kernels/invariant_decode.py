@@ -77,9 +77,10 @@ def _decode_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute one split of a sequence. Unlike in decode_attention.py, a split consists of whole segments.
+    """Compute the attention of a sequence over one split of its keys.
 
-    All tiles are transposed, so tensor cores multiply 64 keys at a time, as in prefill.
+    Unlike in decode_attention.py, a split consists of whole segments. All tiles are transposed, so tensor cores
+    multiply 64 keys at a time, as in prefill.
     """
     gdc_launch_dependents(PDL)
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs

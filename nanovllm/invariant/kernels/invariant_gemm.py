@@ -24,7 +24,7 @@ from nanovllm.kernels.linear.tiles import (
 )
 
 GROUP_M = tl.constexpr(8)  # consecutive tiles of rows that use the same tile of weights
-FEW_OUTPUTS = 1024, 4096  # up to this many outputs, tiles have fewer rows than x, so that there are enough tiles
+FEW_OUTPUTS = 1024, 4096  # numbers of outputs up to which tiles have fewer rows than x, so that there are enough tiles
 
 # by the rows of x in a tile
 TILES = {m: Tiles(64, 128, 6, 4, m) for m in (16, 32, 64)} | {128: Tiles(64, 128, 4, 4, 128)}

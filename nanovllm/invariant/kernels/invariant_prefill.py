@@ -113,7 +113,8 @@ def _prefill_kernel(
         middle = tl.minimum(tl.maximum(unmasked_begin, first_key), end_key)
         last = tl.minimum(tl.maximum(unmasked_end, middle), end_key)
         sums = acc, tl.zeros([TILE_M, 16], tl.float32), no_keys
-        if CACHE.window:  # keys that the window hides from some queries; then keys that all see; then causality
+        # keys that the window hides from some queries, keys that all queries see, keys that causality hides from some
+        if CACHE.window:
             sums = _add_tiles(sums, q, first_key, middle, position, keys, scale, length, CACHE, STAGES, True)
             first_key = middle
         sums = _add_tiles(sums, q, first_key, last, position, keys, scale, length, CACHE, STAGES, False)

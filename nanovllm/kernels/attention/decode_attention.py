@@ -34,9 +34,9 @@ from nanovllm.kernels.launch.dependent_launch import (
 )
 from nanovllm.kernels.launch.gpu_features import has_tma, num_sms
 
-TILE = 64  # keys of a tile, all in one block; fewer if rows are long
+TILE = 64  # keys per tile, all in one cache block; fewer if a key has many bytes
 NUM_IDS = tl.constexpr(16)  # block ids that are loaded at a time
-MAX_QUERIES = 64  # query heads of a program: all that share a key-value head
+MAX_QUERIES = 64  # query rows per program: all query heads of a sequence's new tokens that share a key-value head
 NO_NORM_ROPE = None, None, 0.0, None, None  # weights, eps, cos_sin, slots
 
 
@@ -92,7 +92,7 @@ def _store_new_token(k, v, cache_ptrs, slot, kv_head, d, CACHE: tl.constexpr):
 
 @triton.jit
 def _scores_of_tile(q, k_ptrs, pair_ptrs, inside, scale, STORED: tl.constexpr, CAP: tl.constexpr):
-    """Return the scores of a tile of keys [TILE, GROUP_PAD], and log2 of the FP8 scales of its values [TILE]."""
+    """Return the scores [TILE, GROUP_PAD] of a tile of keys, and log2 of the FP8 scales [TILE] of the tile's values."""
     k = tl.load(k_ptrs, inside[:, None], 0.0)
     v_log2_scale = 0.0
     if pair_ptrs is not None:
@@ -145,10 +145,10 @@ def _decode_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute the attention of ROWS rows of a sequence over one split of its keys.
+    """Compute the attention of a sequence's ROWS query tokens over one split of its keys.
 
-    The program (kv_head, sequence, split) handles all query heads that share the key-value head. Before the program
-    waits, it reads no memory that the previous kernel writes.
+    The program (kv_head, sequence, split) handles all query heads that share the key-value head. Before `gdc_wait`, the
+    program reads no memory that the previous kernel writes.
     """
     gdc_launch_dependents(PDL)
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
@@ -268,14 +268,14 @@ def _decode_kernel(
             m_i = m_new
 
     acc = tl.interleave(tl.trans(acc_even), tl.trans(acc_odd)) if IS_FP8 else tl.trans(acc)
-    if sinks_ptr is not None:  # the first split adds them
+    if sinks_ptr is not None:  # the first split adds the sinks
         sinks = tl.load(sinks_ptr + kv_head * GROUP + g % GROUP).to(tl.float32) * LOG2_E
         acc, m_i, l_i = add_sinks(acc, m_i, l_i, tl.where(split == 0, sinks, NO_KEYS))
     _store_result(acc, m_i, l_i, row, is_row, d, split, splits, out_ptrs, HEAD_DIM)
 
 
 def fuses_qk_norm_rope(batch_size: int, kv_heads: int, device: torch.device) -> bool:
-    """Return whether `decode_attention` should get qkv, and normalize, rotate and store the new token.
+    """Return whether `decode_attention` should take qkv, and do the norms, the rotation and the cache store itself.
 
     Fusing saves a kernel launch. If not all programs can run at the same time, fusing costs more time than it saves.
     """
@@ -285,10 +285,10 @@ def fuses_qk_norm_rope(batch_size: int, kv_heads: int, device: torch.device) -> 
 def _choose_programs(batch_size, tokens_per_row, cache, row_bytes, is_qkv) -> tuple[int, int, int]:
     """Return (programs per multiprocessor, warps per program, tiles loaded ahead).
 
-    The choice was measured. With two programs of four warps, a multiprocessor reads fastest, but has no space for a
-    program of the next kernel.
+    The choice is based on measurements. With two programs of four warps, a multiprocessor reads fastest, but has no
+    space for a program of the next kernel.
     """
-    has_few_splits = batch_size * cache.k.shape[2] * 3 > 2 * num_sms(cache.k.device)  # at most two
+    has_few_splits = batch_size * cache.k.shape[2] * 3 > 2 * num_sms(cache.k.device)  # at most two splits
     are_fastest = is_qkv and (row_bytes > 256 or (row_bytes == 256 and has_few_splits))
     if batch_size == 1 or tokens_per_row > 1 or are_fastest:
         return 2, 4, 2 if row_bytes > 256 else 4 if batch_size == tokens_per_row == 1 and has_tma(cache.k.device) else 3
@@ -309,8 +309,8 @@ def decode_attention(
 ) -> torch.Tensor:
     """Return the attention of each row b of q over the first `context_lens[b]` cached tokens of its sequence.
 
-    q and the result are [B, heads, head_dim]. The result of a row without tokens is zero. The tokens are in the blocks
-    `block_tables[b]`.
+    q and the result are [B, heads, head_dim]. The result of a row with a context length of 0 is zero. The tokens are in
+    the blocks `block_tables[b]`.
 
     cache: `block_size` is a multiple of 16, and `head_dim` is a power of two, at least 16.
     context_lens, block_tables: [B] and [B, W] int32. All tensors except the block tables are contiguous.
@@ -346,7 +346,8 @@ def decode_attention(
     constants["GROUP_PAD"] = max(16 if IS_TRITON_3_4 else 8, triton.next_power_of_2(tokens_per_row * group))
     constants["ROTARY"] = norm_rope_inputs[3].shape[2] if is_qkv else head_dim
     pointers, scale = (q, norm_rope_inputs, caches, seqs, cache.spec.sinks, (out, *parts)), log2_scale(cache)
-    # near the percentage that the matmuls use (see `launch`), and the same for all launches of a compiled kernel
+    # the shared-memory percentage (see `launch`): near that of the matmuls, and the same for all launches of a compiled
+    # kernel
     shared = (75 if splits == 1 else 50) if is_qkv else 100
     launch(_decode_kernel, (kv_heads, batch_size, splits), q.device, shared=shared)(
         *pointers, scale, q.stride(0), block_tables.stride(0), splits, **constants

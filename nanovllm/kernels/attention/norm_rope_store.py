@@ -10,7 +10,7 @@ from nanovllm.kernels.attention.paged_cache import CacheLayout
 from nanovllm.kernels.e4m3 import bfloat16_bits, encode_rows
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 
-PER_PROGRAM = tl.constexpr(16)  # heads of a program
+PER_PROGRAM = tl.constexpr(16)  # heads per program
 
 
 class Rows(NamedTuple):
@@ -69,7 +69,8 @@ def _norm_rope_store_kernel(
     row = tl.program_id(1) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)[:, None]
     d = tl.arange(0, HEAD_DIM)[None, :]
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
-    has_slot = slot + 0 * row >= 0  # a column like `row`, because Triton's interpreter can't combine it with a scalar
+    # a column, because Triton's interpreter can't combine a column with a scalar
+    has_slot = slot + 0 * row >= 0
     is_q = row < HEADS
     is_k = has_slot & (row >= HEADS) & (row < HEADS + KV_HEADS)
     is_v = has_slot & (row >= HEADS + KV_HEADS) & (row < HEADS + 2 * KV_HEADS)

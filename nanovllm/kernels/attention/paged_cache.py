@@ -41,7 +41,7 @@ def layout_of(cache, max_tile: int) -> CacheLayout:
 
 
 def log2_scale(cache) -> float:
-    """Return the scale of the scores times log2(e), because attention computes exp2 instead of exp."""
+    """Return log2(e) times the scale of the scores, because attention computes exp2 instead of exp."""
     return (cache.spec.scale or cache.k.shape[3] ** -0.5) * LOG2_E.value
 
 
@@ -61,7 +61,7 @@ def tanh_of_scores(scores, scale, CAP: tl.constexpr):
 
 @triton.jit
 def add_sinks(acc, m_i, l_i, sinks):
-    """Add sinks [R] to the sums of weights `l_i` [R].
+    """Add the attention sinks [R] to the sums of softmax weights `l_i` [R].
 
     Return `acc` [R, D], `m_i` [R] and `l_i`, rescaled to the new maxima.
 

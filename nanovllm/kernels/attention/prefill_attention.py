@@ -21,7 +21,7 @@ from nanovllm.kernels.launch.gpu_features import has_hopper_kernels
 def _attend_tiles(
     state, q, begin, end, position, keys, kv_head, scale, length, CACHE: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Attend to the keys from `begin` to `end`."""
+    """Add the keys from `begin` to `end` to the running sums and maxima in `state`, and return the new state."""
     acc, l_i, m_i = state
     k_tiles, v_tiles, scales_ptr, table_ptr = keys
     IS_FP8: tl.constexpr = scales_ptr is not None
@@ -145,7 +145,8 @@ def _prefill_kernel(
         unmasked_begin = tl.minimum(unmasked_begin, unmasked_end)
     bounds = begin, unmasked_begin, unmasked_end, tl.minimum(num_cached + first + TOKENS, length)
     state, keys = (acc, l_i, m_i), (k_tiles, v_tiles, scales_ptr, table_ptr)
-    for part in tl.static_range(0 if WINDOW else 1, 3):  # keys hidden by the window, seen by all, hidden by causality
+    # keys that the window hides from some rows, keys that all rows see, keys that causality hides from some rows
+    for part in tl.static_range(0 if WINDOW else 1, 3):
         state = _attend_tiles(
             state, q, bounds[part], bounds[part + 1], position, keys, kv_head, scale, length, CACHE, part != 1
         )
@@ -198,8 +199,9 @@ def prefill_attention(
         key-value head.
     cu_seqlens_q: [B + 1], where the queries of each sequence begin.
     cache, context_lens, block_tables: as in `decode_attention`.
-    query_tiles: [N, 2] int32, pairs (sequence, first query), in the order in which their programs start. A tile covers
-        at most `query_tile_size` queries. Pairs with sequence -1 are skipped.
+    query_tiles: [N, 2] int32, pairs (sequence, index of the tile's first query among the sequence's queries), in the
+        order in which their programs start. A tile covers at most `query_tile_size` queries. Pairs with sequence -1 are
+        skipped.
     out: receives the result. Rows without a tile stay unchanged.
     """
     heads, head_dim = q.shape[1:]

@@ -10,7 +10,7 @@ from nanovllm.kernels.attention.paged_cache import CacheLayout
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.launch.gpu_features import num_sms
 
-MAX_SPLITS = 32  # per sequence of a larger batch; combining more splits would take longer than they save
+MAX_SPLITS = 32  # per sequence, if there are several; combining more splits would take longer than they save
 MAX_SPLITS_OF_ONE = 64
 PROGRAMS_PER_SM = 8  # two or three run at a time; with more programs, the GPU waits less for the last program
 NO_KEYS = tl.constexpr(-1e30)  # the log-sum-exp of no keys; finite, so that no NaN arises from it
@@ -49,7 +49,7 @@ def split_sequence(context_lens_ptr, seq, splits, IS_QKV: tl.constexpr, ROWS: tl
 
 class SplitRows(NamedTuple):
     heads: int
-    tokens: int  # of a sequence
+    tokens: int  # query tokens per sequence
     is_qkv: bool  # the key of the new token was not in the cache when the splits started
     max_splits: int
 

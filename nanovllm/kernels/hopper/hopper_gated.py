@@ -37,7 +37,7 @@ def _gate_code(x: str, y: str, act: Activation) -> str:
 
 
 def _results_code(half: str, act: Activation) -> str:
-    """Return PTX code for two results of a gated activation that one instruction rounds."""
+    """Return PTX code for two results of a gated activation, which one instruction rounds together."""
     return f"""
     {{
         .reg .b32 gate, up;
@@ -69,7 +69,7 @@ def _silu(x):
 
 @gluon.jit
 def _store_gated(sums, out, row, n, W: gl.constexpr, CODES: gl.constexpr):
-    """Store the results of a 16-bit epilogue."""
+    """Run a 16-bit epilogue: compute the gated activation, and store the results."""
     out_tiles, out_ring, _ = out
     gate, up = halves(sums)
     asm: gl.constexpr = CODES[0] if out_tiles.dtype == gl.bfloat16 else CODES[1]
@@ -89,7 +89,7 @@ def _store_gelu(sums, out, row, n, num_rows, W: gl.constexpr):
 
 @gluon.jit
 def _store_quantized(quarters, out, row, n, num_rows, W: gl.constexpr):
-    """Run the FP8 epilogue: quantize the results, with one scale per 128 results of a row."""
+    """Run the FP8 epilogue: compute SwiGLU, and quantize the results, with one scale per 128 results of a row."""
     out_tiles, out_ring, scale_ptrs = out
     scale_ptr, stride = scale_ptrs
     gate0, gate1, up0, up1 = quarters
@@ -111,7 +111,7 @@ def gated_linear(
 ) -> torch.Tensor | QuantizedRows:
     """Return the gated activation of x W^T, [T, N / 2], for x [T, K] and weight [N, K] in 16 bits.
 
-    With `scales`, x is quantized, the weight is in FP8, the activation is SwiGLU, and the result is the same as
+    With `scales`, x is quantized, the weight is in FP8, the activation is SwiGLU, and the result is that of
     `swiglu_quantize` in multiply_scaled.py.
     """
     num_rows, n = len(x if scales is None else x.values), len(weight) // 2

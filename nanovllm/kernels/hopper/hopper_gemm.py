@@ -33,7 +33,7 @@ SHARED_BYTES = 218 * 2**10  # of all buffers; another 4 KiB hold outputs until t
 
 @gluon.jit
 def _load_weights(i, w_tiles, rings, row, first_k, TOKENS: gl.constexpr, BUFFERS: gl.constexpr):
-    """Start loading the weights of the i-th step."""
+    """Start loading the weights of the program's i-th step along K."""
     weights, _, _, full, _ = rings
     buffer = i % BUFFERS
     mbarrier.expect(full.index(buffer), (TILE_N + TOKENS) * 2 * TILE_K)
@@ -94,7 +94,7 @@ def _gemm_kernel(
     BUFFERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    # A program computes 128 rows of the weight over the inputs of one split.
+    # A program multiplies 128 rows of the weight by all tokens, over the inputs of one split.
     gdc_launch_dependents(PDL)
     weights = buffers(w_tiles, BUFFERS), buffers(w_tiles, BUFFERS)
     firsts, seconds = buffers(first_tiles, BUFFERS), buffers(second_tiles, BUFFERS)

@@ -43,7 +43,7 @@ def _rows(head_dim):
 
 @gluon.constexpr_function
 def _lanes():
-    """Return the layout [64, 4] with one value per thread and four threads per row."""
+    """Return a layout for [64, 4] tensors, with one value per thread and four threads per row."""
     lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 4])
 
@@ -72,9 +72,9 @@ def _first_tile(position, SHAPE: gl.constexpr):
 def _work(n, plan, SHAPE: gl.constexpr):
     """Return the n-th query tile of this program.
 
-    The first field of the result is the end of the key tiles, or 0 after the last query tile. Query tiles are sorted by
-    descending number of keys. The tiles are dealt to the programs in alternating order: first program to last, then
-    last to first.
+    The first field of the result is the index after the last key tile, or 0 if there is no n-th query tile. Query tiles
+    are sorted by descending number of keys. The tiles are dealt to the programs in alternating order: first program to
+    last, then last to first.
     """
     plan_ptrs, num_tiles, _ = plan
     tiles_ptr, starts_ptr, lengths_ptr, _ = plan_ptrs
@@ -166,7 +166,7 @@ def _add_values(acc, p, values, i, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _attend_tiles(sums, begin, end, args, W: gl.constexpr, MASKED: gl.constexpr, SHAPE: gl.constexpr):
-    """Attend to the key tiles from `begin` to `end`, counted backwards from the last key tile."""
+    """Add the key tiles from `begin` to `end`, counted backwards from the last key tile, to `sums`."""
     q, position, rings, turns, counts = args
     _, keys, values = rings
     last, count, base = counts

@@ -34,7 +34,7 @@ from nanovllm.kernels.launch.gpu_features import num_sms
 from nanovllm.kernels.linear.tiles import QuantizedRows
 
 BLOCK = gl.constexpr(128)  # the size of all blocks and groups that share a scale
-SUMS = gl.constexpr(sums_of(64, 8))  # the layout of a quarter
+SUMS = gl.constexpr(sums_of(64, 8))  # the layout of a quarter of the accumulators
 
 
 class Plan(NamedTuple):
@@ -47,7 +47,7 @@ class Plan(NamedTuple):
 
 @gluon.jit
 def _tile(index, sizes, PLAN: gl.constexpr):
-    """Return the first row of a tile, and the index of its pair of blocks."""
+    """Return the first row of a tile, and the index of its pair of output blocks."""
     num_rows, num_pairs, _ = sizes
     per_group = PLAN.group * num_pairs
     first = index // per_group * PLAN.group
@@ -57,7 +57,7 @@ def _tile(index, sizes, PLAN: gl.constexpr):
 
 @gluon.jit
 def _block(n, j, sizes, PLAN: gl.constexpr):
-    """Return the index of block `j` (0 or 1) of the n-th pair."""
+    """Return the index of block `j` (0 or 1) of the n-th pair of output blocks."""
     return 2 * n + j if PLAN.adjacent else n + j * sizes[1]
 
 
@@ -104,7 +104,7 @@ def _product(x, w, half: gl.constexpr):
 
 @gluon.jit
 def _add(acc, product, scale, RUNNING: gl.constexpr):
-    """Add `product` times `scale` to `acc`.
+    """Add `product` times `scale` to `acc`, and wait until at most RUNNING matmuls are in progress.
 
     Without the wait, the compiler would postpone the addition, and would need more registers.
     """
@@ -113,7 +113,7 @@ def _add(acc, product, scale, RUNNING: gl.constexpr):
 
 @gluon.jit
 def _add_block(sums, stage, use, scales, rings, W: gl.constexpr):
-    """Multiply a block of inputs by the weights, and add the results."""
+    """Multiply a block of inputs by the weights, and add the scaled results to `sums`."""
     x_ring, w_ring, full, empty = rings
     a0, a1, b0, b1 = sums
     a_scale, b_scale = scales

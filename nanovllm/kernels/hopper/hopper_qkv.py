@@ -43,7 +43,7 @@ def _store_heads(sums, out_ptrs, row, n, num_rows, W: gl.constexpr):
     q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, slots_ptr = norm_rope_ptrs
     rows = row + gl.arange(0, 64, gl.SliceLayout(1, ROWS))
     slots = gl.load(slots_ptr + rows, rows < num_rows, -1)
-    # the pair goes to rows of q, or to slots of the cache; -1: it is not stored
+    # the two heads go to rows of q, or to slots of the cache; -1: they are not stored
     out_ptr, weight_ptr, index, head, count = q_ptr, q_weight_ptr, gl.where(rows < num_rows, rows, -1), 2 * n, heads
     if head >= heads:
         out_ptr, weight_ptr, index, head, count = k_ptr, k_weight_ptr, slots, head - heads, kv_heads

@@ -70,7 +70,7 @@ def outputs_of(tokens):
 
 @gluon.jit
 def store_transposed(out_ptr, sums, row, first_token, num_tokens, num_rows):
-    """Store the sums [64, tokens] of a warpgroup as out[first_token + token, row + i], if this element exists."""
+    """Store each of a warpgroup's sums[i, token] in out[first_token + token, row + i], if that element exists."""
     LAYOUT: gl.constexpr = outputs_of(sums.shape[1])
     out = gl.convert_layout(sums.to(out_ptr.dtype.element_ty).permute((1, 0)), LAYOUT)
     token = first_token + gl.arange(0, sums.shape[1], gl.SliceLayout(1, LAYOUT))

@@ -83,7 +83,7 @@ def gdc_launch_and_wait(PDL: tl.constexpr):
     gdc_wait(PDL)
 
 
-_launched: ContextVar[list | None] = ContextVar("launched", default=None)  # in this thread, by `compile_only`
+_launched: ContextVar[list | None] = ContextVar("launched", default=None)  # kernels launched in `compile_only`
 
 
 class _Loaders(ThreadPoolExecutor):

@@ -19,7 +19,9 @@ PREFETCH = "prefetch_rows"  # only fills the L2 cache: the kernel reads the valu
 
 
 def check_early_reads(function: Callable, early: tuple[str, ...]) -> None:
-    """Raise AssertionError unless a kernel waits and, before it waits, writes nothing and reads exactly `early`."""
+    """Require that a kernel waits and, before the wait, writes nothing and reads exactly the parameters `early`.
+    Otherwise, raise AssertionError.
+    """
     body = _Body(function)
     waits = body.run(body.node.body)
     name = function.__name__
@@ -30,7 +32,7 @@ def check_early_reads(function: Callable, early: tuple[str, ...]) -> None:
 
 
 class _Body:
-    """The body of a function.
+    """The body of a kernel, or of a function that a kernel calls.
 
     `run` collects, in `reads`, the pointer parameters that the body reads before the wait.
     """
@@ -41,7 +43,7 @@ class _Body:
         parameters = [argument.arg for argument in self.node.args.args]
         if roots_of_arguments is None:  # a kernel, not a function that it calls
             roots_of_arguments = [{name} if name.endswith(ADDRESS_ENDINGS) else set() for name in parameters]
-        # local name -> its roots: the kernel's pointer parameters from which an address in it may be derived
+        # local name -> its roots: the kernel's pointer parameters from which the name's value may be derived
         self.roots = dict(zip(parameters, roots_of_arguments))
         self.reads: set[str] = set()
         self.returned: set[str] = set()  # the roots of what the function returns
@@ -79,7 +81,7 @@ class _Body:
                 raise AssertionError(f"{self.function.__name__}: waits only under a condition")
 
     def assign(self, targets: Sequence[ast.expr], roots: set[str]) -> None:
-        """Add `roots` to each assigned name.
+        """Add `roots` to the roots of each assigned name.
 
         Old roots stay, because the assignment might be in a branch that does not run.
         """
@@ -89,7 +91,7 @@ class _Body:
                     self.roots[node.id] = self.roots.get(node.id, set()) | roots
 
     def address_roots(self, node: ast.AST) -> set[str]:
-        """Add the memory reads in `node` to `self.reads`.
+        """Add the pointer parameters whose memory `node` reads to `self.reads`.
 
         Return the pointer parameters from which addresses in `node` are derived.
         """
@@ -124,7 +126,7 @@ class _Body:
         return roots if name in ADDRESS_FUNCTIONS else self.function_roots(node, name, roots_of)
 
     def function_roots(self, node: ast.Call, name: str, roots_of: list[set[str]]) -> set[str]:
-        """Check the body of a called function with the roots of its arguments.
+        """Check the body of a called function, given the roots of the call's arguments.
 
         Return the roots of the function's result.
         """
@@ -144,7 +146,7 @@ def _functions_of(file: str) -> dict[int, ast.FunctionDef]:
 
 
 def _called(node: ast.AST) -> str:
-    """Return the last part of a called function's name, or "" if `node` is not a call."""
+    """Return what follows the last dot in a called function's name, or "" if `node` is not a call."""
     if not isinstance(node, ast.Call):
         return ""
     return node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)

@@ -127,7 +127,10 @@ def _norm_columns_kernel(x_ptr, weight_ptrs, eps, stride, SIZES: tl.constexpr, B
 
 
 def norm_columns(x: torch.Tensor, weights: tuple[torch.Tensor, torch.Tensor], eps: float) -> torch.Tensor:
-    """Normalize the first two groups of columns of x [T, N] in place, one group for each weight, and return x."""
+    """Normalize the first `len(weights[0])` columns and the next `len(weights[1])` columns of x [T, N] in place.
+
+    Return x.
+    """
     sizes = tuple(map(len, weights))
     if len(x):
         block = 1 << (max(sizes) - 1).bit_length()

@@ -21,7 +21,7 @@ def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def gated_activation(x: torch.Tensor, act: Activation) -> torch.Tensor:
-    """Return the activation [T, n] of x [T, 2n], with gates x[:, :n]."""
+    """Return the gated activation [T, n] of x [T, 2n], whose first half contains the gates."""
     n = x.shape[1] // 2
     out, block = torch.empty((len(x), n), dtype=x.dtype, device=x.device), min(2048, 1 << (n - 1).bit_length())
     store_rows(x, (out, None), 0, Groups(n, block, 1, block), act, num_warps=8)

@@ -11,7 +11,7 @@ from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launc
 from nanovllm.kernels.linear.activate import activate
 from nanovllm.kernels.linear.tiles import NO_NORM, Tiles
 
-MAX_OUTPUTS = 16  # of a program with an adapter, a power of two
+MAX_OUTPUTS = 16  # per program, with an adapter; a power of two
 
 
 class Inputs(NamedTuple):
@@ -40,7 +40,7 @@ class AdapterShape(NamedTuple):
     splits: int
     parts: int
     max_rank: int
-    rank_stride: int  # between the ranks of two slots
+    rank_stride: int  # between the ranks of adjacent slots
 
 
 @triton.jit
@@ -55,9 +55,9 @@ def _part_of(adapter_ptrs, n, SHAPE: tl.constexpr):
 
 @triton.jit
 def _adapter_summands(adapter_ptrs, part, n, is_n, k, N, SHAPE: tl.constexpr):
-    """Return a tile [tile_n, tile_k] whose rows add up to B (A x), for outputs n of one part of a layer with N outputs.
+    """Return a tile [tile_n, tile_k] whose row sums are B (A x), for outputs n of one part of a layer with N outputs.
 
-    Column k contains the product for a split of A x and a row of A.
+    Column k contains the products for one row of A and one split of A x.
     """
     slot = tl.load(adapter_ptrs.slot)
     existing = tl.maximum(slot, 0)
@@ -77,7 +77,7 @@ def _load_if(ptr, at, inside, OTHERWISE: tl.constexpr):
 
 @triton.jit
 def _load_input(x_ptrs, norm_weight, k, inside):
-    """Return a tile of the input row times the norm's weight, and the squares of the row's elements."""
+    """Return a tile of the input row times the norm's weight, and the squares of the unweighted tile."""
     x = tl.load(x_ptrs.x + k, inside, 0.0).to(tl.float32)
     if x_ptrs.residual is not None:
         total = x + tl.load(x_ptrs.residual + k, inside, 0.0).to(tl.float32)
@@ -103,7 +103,7 @@ def _gemv_kernel(
     ADAPTER: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # A program computes tile_n outputs. It reads the row in tiles of tile_k inputs.
+    # A program computes tile_n outputs, and reads the input row in tiles of tile_k inputs.
     gdc_launch_dependents(PDL)
     GATED: tl.constexpr = ACT is not None
     w_ptr, bias_ptr, norm_ptr = w_ptrs

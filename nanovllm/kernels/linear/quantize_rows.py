@@ -39,7 +39,7 @@ def positions_of(first_group, GROUPS: tl.constexpr):
 
 @triton.jit
 def store_groups(x, out_ptrs, row, first_group, stride, GROUPS: tl.constexpr):
-    """Store the groups x [count, width] of a row, from `first_group` on, quantized if there are scales.
+    """Store the groups x [count, width] of a row, from group `first_group` on. Quantize the groups if there are scales.
 
     x must be 0 where no element exists.
     """
@@ -86,8 +86,8 @@ def outputs_of(rows: QuantizedRows) -> tuple[tuple[torch.Tensor, torch.Tensor], 
 def store_rows(
     x: torch.Tensor, outputs: tuple, scale_stride: int, groups: Groups, act: Activation | None, num_warps: int
 ) -> None:
-    """Store x [T, K] in groups or, with `act`, the gated activation of x [T, 2K]."""
-    assert act is None or not (act.shift or act.limit)  # which would change `up`
+    """Store x [T, K] or, with `act`, the gated activation of x [T, 2K], group by group."""
+    assert act is None or not (act.shift or act.limit)  # parameters that would change `up`
     if len(x):
         grid = len(x), -(-groups.n // (groups.size * groups.count))
         constants = dict(GROUPS=groups, ACT=act, num_warps=num_warps)

@@ -52,7 +52,7 @@ def _split_k_kernel(
 
 
 def tile_m_of(num_rows: int) -> int:
-    """Return the number of rows per tile: one tile covers up to 128 rows."""
+    """Return the number of rows of x per tile, a power of two from 16 to 128."""
     return min(128, max(16, 1 << (num_rows - 1).bit_length()))
 
 

@@ -20,7 +20,7 @@ class Tiles(NamedTuple):
     tile_k: int
     stages: int
     warps: int
-    tile_m: int = 0  # rows of x; 0 if it is set elsewhere
+    tile_m: int = 0  # rows of x; 0 if the number is set elsewhere
     tma: bool = True  # tiles are loaded from descriptors, not from pointers
 
 
@@ -90,7 +90,7 @@ def as_loadable(values: torch.Tensor) -> torch.Tensor:
 
 
 def block_shape(values: torch.Tensor, scales: torch.Tensor | None) -> tuple[int, int]:
-    """Return the block size (rows, columns) of the scales of a weight [.., N, K], or (1, K) without scales."""
+    """Return the size (rows, columns) of the scale blocks of a weight [.., N, K], or (1, K) without scales."""
     if scales is None:
         return 1, values.shape[-1]
     return values.shape[-2] // scales.shape[-2], values.shape[-1] // scales.shape[-1]
@@ -191,10 +191,10 @@ def add_product(acc, w, x, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES
 
 @triton.jit
 def columns_of_parts(TILE_K: tl.constexpr, BLOCK_K: tl.constexpr, MAX_LANE: tl.constexpr):
-    """Divide the columns of a tile into [parts, LANE] for a matrix-vector multiplication.
+    """Return the column indices of a tile, divided into [parts, LANE] for a matrix-vector multiplication.
 
-    A part lies within one block, so LANE is the smaller of MAX_LANE and the width of a block. Each thread holds the
-    same parts of the weights and of x, so threads exchange few values.
+    A part lies within one block of weights that share a scale, so LANE is the smaller of MAX_LANE and the block's
+    width. Each thread holds the same parts of the weights and of x, so threads exchange few values.
     """
     LANE: tl.constexpr = BLOCK_K if BLOCK_K < MAX_LANE else MAX_LANE
     return tl.arange(0, TILE_K // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]

@@ -1,8 +1,8 @@
 """Computes the cutoffs of top-k, top-p and min-p without sorting (definition: layers/sampler.py).
 
-The vocabulary is divided into tiles. The maxima of all tiles show which few tiles contain entries above a bound. A
-search finds the smallest logit that is kept. Each iteration divides the remaining interval into four parts. If not all
-tokens with the smallest logit are kept, one more pass finds the last kept token.
+The vocabulary is divided into tiles. The maxima of all tiles show which few tiles contain logits above a bound. A
+search finds the smallest logit that the filters keep. Each iteration divides the remaining interval into four parts. If
+not all tokens with the smallest logit are kept, one more pass finds the last kept token.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from nanovllm.kernels.launch.gpu_features import num_sms
 from nanovllm.kernels.sampling.column_constants import MIN_P, TEMPERATURE, TOP_K, TOP_P, WIDTH, is_filtered, load_float
 from nanovllm.kernels.sampling.token_order import LAST_ID, ordered_bits, token_key
 
-TILE = tl.constexpr(512)  # entries of the vocabulary
+TILE = tl.constexpr(512)  # token ids per tile
 GROUP = tl.constexpr(8)  # tiles that are read at a time
 STAGES = tl.constexpr(4)  # stages of the software pipeline that reads groups
 MAX_PROGRAMS_PER_ROW = 16  # programs that share the computation of a row's tile maxima
@@ -33,7 +33,7 @@ class Row(NamedTuple):
 
 @triton.jit
 def _list_tiles(row, bound):
-    """List, in ascending order, the tiles with an entry >= `bound`. Return their number."""
+    """Store a list, in ascending order, of the tiles with a logit >= `bound`. Return the length of the list."""
     is_listed = (row.tile_maxima >= bound).to(tl.int32)
     tl.debug_barrier()  # all threads have read the previous list
     at = row.tiles_ptr + tl.cumsum(is_listed, 0) - 1
@@ -44,9 +44,9 @@ def _list_tiles(row, bound):
 
 @triton.jit
 def _load_tiles(row, entry, num_listed):
-    """Load the tiles at positions `entry` [GROUP] of the list.
+    """Load the tiles at positions `entry` [GROUP] of the list of tiles.
 
-    Return ids and logits [GROUP, TILE], padded with -inf.
+    Return token ids, and logits padded with -inf, both [GROUP, TILE].
     """
     tile = tl.load(row.tiles_ptr + entry, entry < num_listed, row.vocab_size)
     ids = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
@@ -60,9 +60,9 @@ def _weight(x, row):
 
 @triton.jit
 def _sum_above(row, bound_1, bound_2, bound_3, BY_MASS: tl.constexpr):
-    """For each of three ascending bounds, return the number of entries >= the bound.
+    """For each of three ascending bounds, return the number of logits >= the bound.
 
-    With BY_MASS, return sums of the entries' weights exp((entry - max) / temperature) instead.
+    With BY_MASS, return sums of the logits' weights exp((logit - max) / temperature) instead.
     """
     num_listed = _list_tiles(row, bound_1)
     sum_1 = tl.zeros([GROUP, TILE], tl.float32)
@@ -78,7 +78,7 @@ def _sum_above(row, bound_1, bound_2, bound_3, BY_MASS: tl.constexpr):
 
 @triton.jit
 def _key(x, LOW: tl.constexpr):
-    """Round a number down to the logits' dtype, and return the rank of the result in that dtype."""
+    """Round a number down to the logits' dtype. Return the result's position in the order of that dtype's numbers."""
     return (ordered_bits(x.to(tl.int32, bitcast=True)) >> LOW).to(tl.int64)
 
 
@@ -105,7 +105,7 @@ def _probe(quarters, iteration, low, high, row, LOW: tl.constexpr):
 def _search(row, lower_bound, target, BY_MASS: tl.constexpr, LOW: tl.constexpr):
     """Find the smallest number >= `lower_bound` for which the amount above the number is less than `target`.
 
-    Return the number and the amount, which is a count of entries or, with BY_MASS, the sum of their weights (see
+    Return the number and the amount, which is a count of logits or, with BY_MASS, the sum of their weights (see
     `_sum_above`).
     """
     low, high = _key(lower_bound, LOW), _key(row.max, LOW)
@@ -127,7 +127,7 @@ def _search(row, lower_bound, target, BY_MASS: tl.constexpr, LOW: tl.constexpr):
 
 @triton.jit
 def _find_equal(row, counts_ptr, value, n):
-    """Return the n-th lowest id whose entry equals `value`, or LAST_ID if there is none."""
+    """Return the n-th lowest token id whose logit equals `value`, or LAST_ID if there is none."""
     num_listed = _list_tiles(row, value)
     for first in tl.range(0, num_listed, GROUP, num_stages=STAGES):
         entry = first + tl.arange(0, GROUP)
@@ -188,14 +188,14 @@ def _cutoff_kernel(
             return  # the last program of the row has all tile maxima, and continues
         tl.store(num_finished_ptr + row, 0)
         cutoff = float("-inf")
-        num_equal = tl.full([], LAST_ID, tl.int32)  # how many entries equal to the cutoff are kept; at first all
+        num_equal = tl.full([], LAST_ID, tl.int32)  # how many logits equal to the cutoff are kept; at first, all
         tile_maxima = tl.load(tile_maxima_ptr + tl.arange(0, TILES), tl.arange(0, TILES) < num_tiles, float("-inf"))
         row_max = tl.max(tile_maxima, 0)
         row_max = tl.where(row_max == 0, 0.0, row_max)  # the keys of -0 and 0 differ
         this = Row(row_ptr, tile_maxima, tiles_ptr, vocab_size, row_max, temperature)
         if min_p > 0:
             cutoff = row_max + temperature * tl.log(min_p)
-        if top_k > 0:  # at least k entries are as large as the k-th largest tile maximum
+        if top_k > 0:  # at least k logits are as large as the k-th largest tile maximum
             kth = tl.where(tl.arange(0, TILES) == top_k - 1, tl.sort(tile_maxima, descending=True), float("-inf"))
             lower_bound = tl.maximum(cutoff, tl.max(kth, 0))
             kth_largest, above = _search(this, lower_bound, top_k.to(tl.float32), False, LOW)
@@ -210,7 +210,7 @@ def _cutoff_kernel(
                 mass, above, _ = _sum_above(this, cutoff, next_number, next_number, True)
                 mass = tl.minimum(mass, above + num_equal.to(tl.float32) * _weight(cutoff, this))
             target = top_p * mass
-            # all entries below this bound together weigh less than 1 - top_p times the largest entry
+            # all tokens with logits below this bound together weigh less than 1 - top_p times the likeliest token
             lower_bound = tl.maximum(cutoff, row_max - temperature * tl.log(vocab_size / (1 - top_p)))
             nucleus, above = _search(this, lower_bound, target, True, LOW)
             num_needed = tl.ceil((target - above) / _weight(nucleus, this))

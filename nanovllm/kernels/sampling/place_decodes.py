@@ -71,7 +71,7 @@ def _accept_kernel(batch_ptrs, table_ptrs, counts_ptr, NUM_IDS: tl.constexpr, K:
 
 
 def place_decodes(tables, batch, block_size: int) -> None:
-    """Fill in `batch` from `tables`.
+    """Fill in the decode rows of `batch` (token ids, positions, slots, lengths and block tables) from `tables`.
 
     `batch` is a `Batch` on the device, and `tables` is a `RequestTables`.
     """
@@ -90,7 +90,8 @@ def place_decodes(tables, batch, block_size: int) -> None:
 def accept(req_indices: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, tables) -> torch.Tensor | None:
     """Store sampled tokens in the tables. Return the number of accepted tokens per sequence, [S] int32.
 
-    `req_indices` [S], `positions` [S * k] and `token_ids` [S * k] are int32. Return `None` if k is 1 or S is 0.
+    `req_indices` [S], `positions` [S * k] and `token_ids` [S * k] are int32, with k rows per sequence. Return `None` if
+    k is 1 or S is 0.
     """
     num_seqs, own = len(req_indices), tables[:2]
     k = max(1, len(token_ids) // max(1, num_seqs))

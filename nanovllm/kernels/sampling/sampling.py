@@ -15,14 +15,14 @@ SPLIT_SIZE = 2048
 
 
 class Splits(NamedTuple):
-    """The division of a row into splits, one per program, as a compile-time constant.
+    """The division of a row of logits into splits, one per program, as a compile-time constant.
 
     Noise is generated for four tokens at a time, so the first split begins at a multiple of four.
     """
 
     number: int
     size: int
-    skipped: int  # ids between this multiple and the first id
+    skipped: int  # ids between this multiple of four and the first id
 
 
 @triton.jit

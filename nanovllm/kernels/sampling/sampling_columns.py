@@ -39,7 +39,7 @@ def column_index(name: str) -> int:
 
 
 FILTERS = slice(column_index("top_p"), column_index("top_k") + 1)
-# besides masks, `penalize` has work to do only if one of these is not 0
+# apart from masks, `penalize` has work to do only if one of these columns is not 0
 EDITS = slice(column_index("is_penalized"), column_index("num_bad_words") + 1)
 
 

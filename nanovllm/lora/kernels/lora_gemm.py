@@ -40,7 +40,7 @@ class LoRATiles(NamedTuple):
     tile_r: int  # rows of A, of all parts together
     tile_n: int  # outputs
     padded_rank: int  # a power of two
-    loops: int  # tiles of outputs that a program of expand computes
+    loops: int  # tiles of outputs per program of the expand kernel
     splits: int  # of the inputs
     slots: int  # for experts, slots * experts
     experts: int
@@ -56,7 +56,7 @@ def group_rows(slots: torch.Tensor, num_slots: int) -> RowGroups:
     else:
         in_order, order = slots.sort(stable=True)
         groups = RowGroups(order.int(), torch.searchsorted(in_order, bounds, out_int32=True))
-    torch.zeros_like(bounds)  # an ordinary launch, because early reads might not see the last one's results
+    torch.zeros_like(bounds)  # an ordinary launch, because early reads might not see the last ordinary launch's results
     return groups
 
 
@@ -218,11 +218,11 @@ def _expand_swiglu_kernel(
 
 
 def _tiles_of(x: torch.Tensor, stack, gated: bool = False) -> LoRATiles:
-    """Return the sizes of tiles that were fastest on an H200."""
+    """Return the tile sizes that were fastest on an H200."""
     (slots, parts, max_rank, k), num_rows = stack.a.shape, len(x)
     is_few, size, sms = num_rows <= FEW_ROWS, x.element_size(), num_sms(x.device)
     padded_rank = max(16, triton.next_power_of_2(max_rank))
-    # if the rows are evenly divided among the slots, they fill the tiles
+    # if the rows are evenly divided among the slots, the tiles are full
     max_tile_m = 16 if is_few else min(64, 8192 // padded_rank)
     tile_m = min(max_tile_m, max(16, triton.next_power_of_2(triton.cdiv(num_rows, slots))))
     tile_r = min(64, max(16, triton.next_power_of_2(parts * max_rank)))
@@ -258,7 +258,7 @@ def _num_row_tiles(num_rows: int, tiles: LoRATiles) -> int:
 
 
 def _shared(num_rows: int) -> int:
-    """Return the percentage of shared memory that the kernels before and after use: see `launch`."""
+    """Return the percentage of shared memory that the preceding and following kernels use: see `launch`."""
     return 50 if num_rows <= FEW_ROWS else 100
 
 

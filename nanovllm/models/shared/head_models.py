@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class PagedHidden(NamedTuple):
-    """The cache spec of hidden states. A token's row is in the same block as the token's keys and values."""
+    """The cache spec of hidden states. A token's hidden state is in the same block as the token's keys and values."""
 
     size: int
     of_states = False

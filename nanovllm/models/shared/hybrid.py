@@ -65,7 +65,10 @@ class SharedExpertMoE(MoE):
             self.stack_shared_expert()
 
     def stack_shared_expert(self) -> None:
-        """Replace the shared expert's parameters with views of the stacked weights. The formats must be known."""
+        """Replace the shared expert's parameters with views of the stacked weights.
+
+        The weight formats must already be set.
+        """
         stacks = self.experts.format.stacks(self.experts)
         for layer, stack in zip((self.shared_expert.gate_up_proj, self.shared_expert.down_proj), stacks):
             if hasattr(layer, "format"):

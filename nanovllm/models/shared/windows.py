@@ -18,7 +18,7 @@ class Windows(NamedTuple):
     scale: float | None = None  # of scores, in all layers; None is 1 / sqrt(head_dim)
     soft_cap: float | None = None  # of scores
     final_soft_cap: float | None = None  # of logits
-    more: Any = None  # of a single family
+    more: Any = None  # details of a single family
 
 
 class WindowsForCausalLM(Qwen3ForCausalLM):

@@ -109,7 +109,7 @@ def _load(x_tiles, w_tiles, num_blocks, lookup, rings, PLAN: gl.constexpr):
 
 @gluon.jit
 def _load_pairs(pairs_ptr, tile, rows):
-    """Load the pairs of a tile's `rows`, or 0 for rows that do not exist."""
+    """Load the indices of the pairs (moe_routing.py) of a tile's `rows`, or 0 for rows that do not exist."""
     expert, _, first_row, end_row = tile
     return gl.load(pairs_ptr + first_row + rows, (first_row + rows < end_row) & (expert >= 0), 0)
 

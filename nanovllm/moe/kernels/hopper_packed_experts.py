@@ -36,7 +36,7 @@ class ExpertsPlan(NamedTuple):
 
 @gluon.jit
 def _store_rows(out_ptr, sums, routing_ptrs, row, num_rows, rows_of_tile, num_tokens, EXPERTS: gl.constexpr):
-    """Store the sums [64, tokens] of a warpgroup: 64 outputs from `row` on, for each row of the tile."""
+    """Store the sums [64, tokens] of a warpgroup: outputs `row` to `row` + 63, for each row of x in the tile."""
     weights_ptr, pairs_ptr = routing_ptrs
     first_row, end_row = rows_of_tile
     TOKENS: gl.constexpr = sums.shape[1]

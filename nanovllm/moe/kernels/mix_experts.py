@@ -27,7 +27,7 @@ def choose_experts(x, weight, top_k, factors, slot_mapping, router=router_logits
 
 
 def sum_experts(x, experts, weights, expert_ids):
-    """Compute `Experts.forward` for x [T, hidden], with any routing."""
+    """Compute `Experts.forward` for x [T, hidden], with weights and expert ids from any router."""
     if len(x) == 0:
         return NotImplemented
     if len(x) > MAX_GEMV_TOKENS or not suits_gemv(experts):
@@ -43,7 +43,7 @@ def sum_by_gemm(x, experts, weights, expert_ids, packed=packed_experts):
 
 
 def expert_linear(x, experts, name, expert_ids):
-    """Multiply each row of x [P, inputs] by its expert's weight, as the second GEMM does for tokens with one choice."""
+    """Multiply each row of x [P, inputs] by its expert's weight, as the second GEMM does with a `top_k` of 1."""
     if len(x) == 0:
         return NotImplemented
     is_down, form = name == "down_proj", experts.format

@@ -188,11 +188,11 @@ def moe_gemm(
 ) -> torch.Tensor:
     """Compute this rank's experts, starting at `first_expert`, for x [T, hidden] with T > 0.
 
-    Return `out` [top_k, T, hidden], to be summed over the first dimension. Entries of other experts are not written.
-    `gate_up` is [experts, 2 * size, hidden], and `down` is [experts, hidden, size]. All tensors are contiguous, and the
-    size of a row is a multiple of 16 bytes. Scales of 8-bit weights are [experts, N / block rows, K / block columns],
-    and blocks have at least 32 columns. With `quantize`, activations are quantized to e4m3. `biases` are [experts, 2 *
-    size] and [experts, hidden].
+    Return `out` [top_k, T, hidden], to be summed over the first dimension. Results of other ranks' experts are not
+    written. `gate_up` is [experts, 2 * size, hidden], and `down` is [experts, hidden, size]. All tensors are
+    contiguous, and the size of a row is a multiple of 16 bytes. Scales of 8-bit weights are [experts, N / block rows, K
+    / block columns], and blocks have at least 32 columns. With `quantize`, activations are quantized to e4m3. `biases`
+    are [experts, 2 * size] and [experts, hidden].
     """
     is_scaled = isinstance(down, tuple)
     num_local, hidden, size = (down[0] if is_scaled else down).shape

@@ -15,7 +15,7 @@ from nanovllm.kernels.linear.activate import activate
 from nanovllm.kernels.linear.tiles import NO_NORM, Weight, as_loadable, columns_of_parts, shape_of, values_and_scales
 from nanovllm.moe.kernels.moe_routing import Routing
 
-MAX_GEMV_TOKENS = 4  # with more tokens, several choose the same expert, and a grouped GEMM reads its weights only once
+MAX_GEMV_TOKENS = 4  # with more, several choose the same expert, and a grouped GEMM reads an expert's weights only once
 # TILE_N, TILE_K, warps; a program with one warp needs no barriers, and all its loads are in flight
 GATE_UP_TILE, SCALED_GATE_UP_TILE, DOWN_TILE = (1, 1024, 1), (4, 2048, 4), (2, 256, 1)
 LANE = tl.constexpr(8)
@@ -104,7 +104,7 @@ def _down_gemv_kernel(
 
 @triton.jit
 def _scales_of_parts(scale_ptr, begin, k, SHAPE: tl.constexpr):
-    """Load the scales [parts] of columns `begin + k`, or the value 1 if a block spans the row.
+    """Load the scales [parts] of columns `begin + k`, or return ones if a scale block spans whole rows.
 
     `k` [parts, LANE] comes from `columns_of_parts`.
     """

@@ -14,7 +14,7 @@ from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launc
 from nanovllm.kernels.launch.gpu_features import has_tma, num_sms
 from nanovllm.kernels.linear.split_k_gemm import TILE_K, TILE_N, split_k_gemm
 
-MAX_SPLIT_K = 8  # of the router's matmul; the routing kernel adds the parts
+MAX_SPLIT_K = 8  # of the router's matmul; the routing kernel adds the summands
 # A *share* is a range of pairs that are all compared with each other. A program handles a block of pairs. If there are
 # at most LONE_SHARE pairs, they form a single share.
 LONE_SHARE, LONE_BLOCK, SHARE, BLOCK = 2048, 16, 256, 64
@@ -52,7 +52,7 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _load_logits(ptr, is_inside, part_size, SPLIT_K: tl.constexpr):
-    """Load the logits, summed over `SPLIT_K`."""
+    """Load the logits, each of them the sum of SPLIT_K summands."""
     logits = tl.load(ptr, is_inside, float("-inf")).to(tl.float32)
     for part in tl.static_range(1, SPLIT_K):
         logits += tl.load(ptr + part * part_size, is_inside, 0.0).to(tl.float32)
@@ -150,7 +150,7 @@ def route(
     num_experts, shape = num_logits - num_shared, (num_tokens, top_k + num_shared)
     weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
     expert_ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
-    block_t = 1 if num_shared else 4  # with more, the unaligned rows would be spread over all warps
+    block_t = 1 if num_shared else 4  # with more tokens, the unaligned rows would be spread over all warps
     sizes = RouteSizes(num_experts, top_k, num_shared, split_k, renormalize, block_t)
     operands = logits, (bias, factors), slot_mapping, (weights, expert_ids), num_tokens
     launch(_route_kernel, (triton.cdiv(num_tokens, block_t),), logits.device)(*operands, SIZES=sizes, num_warps=block_t)

@@ -23,7 +23,7 @@ from nanovllm.quantization.kernels.packed_gemm import (
     times_row_scales,
 )
 
-MIN_CONVERTED_ROWS = 256  # with so many rows per expert on average, converting the weights takes less time
+MIN_CONVERTED_ROWS = 256  # from this mean number of rows per expert on, converting the weights first is faster
 MAX_CONVERTED_BYTES = 2**30
 
 
@@ -129,7 +129,7 @@ def _sorted_rows(x: torch.Tensor, rows: ExpertRows, top_k: int) -> torch.Tensor:
 
 
 def _activated(gate_and_up: torch.Tensor, activation) -> torch.Tensor:
-    """Map [rows, 2 * size] to [rows, size]."""
+    """Apply the gated activation, which maps [rows, 2 * size] to [rows, size]."""
     num_rows, size, block = len(gate_and_up), gate_and_up.shape[1] // 2, 1024
     out = gate_and_up.new_empty(num_rows, size)
     launch(_activate_kernel, (num_rows, triton.cdiv(size, block)), out.device)(

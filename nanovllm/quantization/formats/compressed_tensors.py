@@ -87,7 +87,7 @@ def zeros(packed: torch.Tensor) -> torch.Tensor:
 
 
 FP8_DTYPES = ("F8_E4M3",)
-# how a format describes a weight, and the dtypes of its tensors
+# format -> (function that reads the scheme of a weight, dtypes of the weight's tensors)
 FORMATS: dict[str, tuple[Callable, tuple[str, ...]]] = {
     "float-quantized": (_read_fp8, FP8_DTYPES),
     "naive-quantized": (_read_fp8, FP8_DTYPES),

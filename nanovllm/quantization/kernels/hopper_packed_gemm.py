@@ -34,7 +34,7 @@ from nanovllm.quantization.kernels.packed_gemm import INPUTS, WORDS, assembly_of
 ROWS = gl.constexpr(64)  # rows of W per warpgroup
 BLOCK = gl.constexpr(INPUTS.value)
 WORDS_OF_BLOCK = gl.constexpr(WORDS.value)
-# the first operand of a matmul: its words for a block, and its weights for half a block
+# layouts of the first operand of a matmul: CODES for the words of a block, OPERAND for the weights of half a block
 CODES = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [8, 0], [0, 8]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 16]
@@ -44,20 +44,21 @@ OPERAND = gl.constexpr(gl.DotOperandLayout(0, sums_of(64), 2))
 SUMS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 MAX_SCALED_TOKENS = 32  # up to this many, scaling the sums of a block takes less time than scaling its weights
 # If the bits of an e2m1 number are read as bfloat16 or float16, the number is smaller by the factor 2^126 or 2^14. The
-# scales are multiplied by a part of this factor, so that the dtype can represent the weights, and the sums by the rest.
+# scales are multiplied by a part of this factor, so that the dtype can represent the weights. The sums are multiplied
+# by the rest.
 E2M1_EXPONENTS = {torch.bfloat16: (62, 64), torch.float16: (5, 9)}
 LOADING_REGISTERS = gl.constexpr(24)  # of a thread that loads
 
 
 class Plan(NamedTuple):
     weight: NamedTuple  # PackedShape
-    tokens: int  # of a tile
+    tokens: int  # per tile
     row_groups: int  # warpgroups with different rows
     k_groups: int  # warpgroups with the same rows
-    groups: int  # that share a scale, per block
+    groups: int  # groups of inputs per block; each group shares a scale
     has_zeros: bool
-    scales_sums: bool  # instead of weights
-    scale_exponent: int  # scales are multiplied by this power of two, and sums by the other: see E2M1_EXPONENTS
+    scales_sums: bool  # whether the sums are scaled instead of the weights
+    scale_exponent: int  # scales are multiplied by 2**scale_exponent, and sums by 2**sum_exponent: see E2M1_EXPONENTS
     sum_exponent: int
     stages: int  # blocks that are loaded ahead; a multiple of k_groups
     registers: int  # per thread that multiplies
@@ -65,7 +66,7 @@ class Plan(NamedTuple):
 
 @gluon.jit
 def load_words(i, words_tiles, rings, row, block, PLAN: gl.constexpr):
-    """Start loading the words of the i-th step."""
+    """Start loading the words of W for the program's i-th step."""
     words, _, full, _ = rings
     ROW_GROUPS: gl.constexpr = PLAN.row_groups
     stage = i % PLAN.stages
@@ -107,7 +108,7 @@ def _factors(w_ptrs, n, block, dtype: gl.constexpr, PLAN: gl.constexpr):
         exists = first_group + g < PLAN.weight.groups
         scale_ptr = w_ptrs[1] + at + g
         scale = gl.load(scale_ptr) if LAST + g < PLAN.weight.groups else gl.load(scale_ptr, exists, 0.0)
-        if PLAN.weight.is_e8m0:  # bfloat16 has as many bits for the exponent
+        if PLAN.weight.is_e8m0:  # bfloat16 has as many exponent bits as e8m0
             exponent = gl.minimum(scale.to(gl.int32), 255 - PLAN.scale_exponent) + PLAN.scale_exponent
             scale = (exponent << 7).to(gl.int16).to(gl.bfloat16, bitcast=True)
         elif PLAN.scale_exponent > 0:
@@ -142,7 +143,7 @@ def _weights(words, factors, HALF: gl.constexpr, dtype: gl.constexpr, PLAN: gl.c
 
 @gluon.jit
 def multiply_blocks(rings, sharing, w_ptrs, row, end_row, blocks, G: gl.constexpr, PLAN: gl.constexpr):
-    """Return the sums [64, tokens] of a warpgroup. If warpgroups have the same rows, only the first has valid sums.
+    """Return the sums [64, tokens] of a warpgroup. Of warpgroups with the same rows, only the first has valid sums.
 
     `row` and `end_row` are the program's first row of W, and the end of the rows that may be read.
 
@@ -177,7 +178,7 @@ def multiply_blocks(rings, sharing, w_ptrs, row, end_row, blocks, G: gl.constexp
             y = hopper.warpgroup_mma(w, first, sums, is_async=True)
         next_w = _weights(words, (scales, summands), 1, dtype, PLAN)
         y = hopper.warpgroup_mma(next_w, second, y, is_async=True)
-        # the compiler overlaps nothing if a matmul is unfinished at the end of the loop
+        # the compiler overlaps nothing if a matmul is unfinished at the end of an iteration
         y, w, next_w = hopper.warpgroup_mma_wait(0, deps=[y, w, next_w])
         mbarrier.arrive(empty.index(stage), count=1)
         if PLAN.scales_sums:
@@ -218,7 +219,7 @@ def allocate(words_tiles, x_tiles, PLAN: gl.constexpr):
     full, empty = barriers(STAGES, 1), barriers(STAGES, ROW_GROUPS)
     OTHERS: gl.constexpr = ROW_GROUPS * (PLAN.k_groups - 1)
     # The compiler passes arguments to warpgroups in memory that it thinks is free. The initialization of a barrier that
-    # no warpgroup uses could overwrite them.
+    # no warpgroup uses could overwrite these arguments.
     sharing = ()
     if OTHERS > 0:
         sums = gl.allocate_shared_memory(gl.float32, [OTHERS, ROWS, PLAN.tokens], SUMS)

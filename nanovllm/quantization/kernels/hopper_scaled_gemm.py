@@ -155,7 +155,8 @@ def _add_block(sums, rings, stage, phase, n, G: gl.constexpr, PLAN: gl.constexpr
             if i == STEPS - 1:
                 mbarrier.arrive(empty.index(stage), count=1)
             y = sums[i - AHEAD] + y * scales[i - AHEAD][:, None]
-            # this wait keeps the compiler from moving the addition after the next matmul, which needs more registers
+            # this wait keeps the compiler from moving the addition after the next matmul, which would need more
+            # registers
             y = hopper.warpgroup_mma_wait(_least(AHEAD, STEPS - 1 - i), deps=[y])
             added = added + (y,)  # noqa: RUF005
     return added

@@ -23,16 +23,16 @@ NUM_WARPS = 16  # warps that a multiprocessor should get
 FEW_ROWS = 16 if IS_TRITON_3_4 else 8  # the smallest number of rows that `tl.dot` multiplies
 LARGE_TILE_M = 64
 ONE_GROUP = 2**30  # the group size if a row is one group
-WORDS = tl.constexpr(16)  # of a row of a tile; also the inputs of a slice
-INPUTS = tl.constexpr(128)  # of a tile
+WORDS = tl.constexpr(16)  # words per row of a tile; also the number of inputs per slice
+INPUTS = tl.constexpr(128)  # inputs per tile
 
 
 class PackedShape(NamedTuple):
     """The sizes and the format of a weight, and the tile sizes: constants of a kernel."""
 
     k: int
-    words: int  # of a row
-    groups: int  # of a row
+    words: int  # per row
+    groups: int  # per row
     group_size: int  # divides INPUTS, or is a multiple of INPUTS
     is_e2m1: bool
     is_e8m0: bool  # scales are powers of two; other 8-bit scales are e4m3
@@ -122,7 +122,7 @@ def _scales_and_zeros(w_ptrs, row, is_row, first_k, SHAPE: tl.constexpr):
         exponents = scales.to(tl.int32)
         scales = tl.where(exponents == 0, 0x400000, exponents << 23).to(tl.float32, bitcast=True)
     else:
-        scales = decode_e4m3(scales, tl.float32)  # 16-bit scales too
+        scales = decode_e4m3(scales, tl.float32)  # also converts 16-bit scales
     if zero_ptr is not None:
         zeros = tl.load(zero_ptr + at, inside, 0).to(tl.float32)
     else:
@@ -134,11 +134,11 @@ def _scales_and_zeros(w_ptrs, row, is_row, first_k, SHAPE: tl.constexpr):
 def add_packed_product(acc, x_ptr, x_row, is_x_row, w_ptrs, row, is_row, first, end, SHAPE: tl.constexpr):
     """Return acc [tile_n, tile_m] + W x^T over the words from `first` to `end`, for rows `row` of W and `x_row` of x.
 
-    `w_ptrs` points to words, scales, zero points, row factors (which the caller applies), and the groups of inputs.
+    `w_ptrs` points to words, scales, zero points, row factors (which the caller applies), and the group of each input.
     """
     IS_CONTIGUOUS: tl.constexpr = w_ptrs[4] is None
-    GROUPS: tl.constexpr = INPUTS // SHAPE.group_size if IS_CONTIGUOUS and SHAPE.group_size < INPUTS else 1  # of a tile
-    SLICES: tl.constexpr = 8 // GROUPS  # of a group
+    GROUPS: tl.constexpr = INPUTS // SHAPE.group_size if IS_CONTIGUOUS and SHAPE.group_size < INPUTS else 1  # per tile
+    SLICES: tl.constexpr = 8 // GROUPS  # per group
     i = tl.arange(0, WORDS)
     words_at = w_ptrs[0] + row.to(tl.int64)[:, None] * SHAPE.words + i[None, :]
     x_at = x_ptr + x_row.to(tl.int64)[:, None] * SHAPE.k + i[None, :]
@@ -210,7 +210,7 @@ WHOLE = Tiles(64, INPUTS.value, 1, 4)
 
 
 def packed_operands(weight, dtype: torch.dtype, tiles: Tiles = WHOLE, split_k: int = 1) -> tuple[tuple, PackedShape]:
-    """Return the pointers and constants of a weight for a kernel that converts it to `dtype`."""
+    """Return the pointers and constants of a weight for a kernel that converts the weight to `dtype`."""
     words, scales, zeros, row_scales, group_ids = weight[:5]
     (*_, num_words), groups, is_e2m1 = words.shape, scales.shape[-1], weight.codes == "e2m1"
     has_assembly = words.is_cuda and dtype != torch.float32
@@ -225,7 +225,7 @@ def packed_operands(weight, dtype: torch.dtype, tiles: Tiles = WHOLE, split_k: i
 
 
 def packed_tiles(num_rows: int) -> Tiles:
-    """Return the tiles for this number of rows.
+    """Return the tile sizes for x with `num_rows` rows.
 
     For few rows, a program has one warp, which needs no barriers. For more rows, wider tiles read x less often.
     """

@@ -16,9 +16,9 @@ from nanovllm.kernels.linear.tiles import Tiles, Weight, as_loadable, columns_of
 
 TILE_SIZE = 4096  # weights per tile; with an activation, pairs of weights
 NUM_TILES = 2  # per program, which loads both before it waits; the compiler would load more tiles too late
-MAX_TILE_K = 8192  # inputs per tile; twice as many if that fills the tile as well; more if a matmul must not be split
+MAX_TILE_K = 8192  # inputs per tile; up to twice as many if a split fills tiles no better; more if no split is allowed
 MIN_FILL = 0.75  # the fraction of a tile's width, a power of two, that inputs should fill
-K_MULTIPLE = 128  # divides the inputs of a split: loads are aligned, and no block's border cuts a load of a thread
+K_MULTIPLE = 128  # divides the inputs per split, so that loads are aligned, and no load crosses a block's border
 SHORT = 2**24  # a matmul with at most this many weights is short
 
 
