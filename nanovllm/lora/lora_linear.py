@@ -100,29 +100,28 @@ class LoRAFormat(WeightFormat):
         self.base, self.stack, self.slots_of_requests = base, stack, slots_of_requests
 
     def linear(self, layer: LinearBase, x: Any, bias=None, split_k: int = 1, out=None) -> torch.Tensor:
-        if split_k == 1 and self._fuses(x):
-            return linear_of_row(x, layer.weight, bias, self.stack, self._rows(), out=None if out is None else out[0])
+        if split_k == 1:
+            return self._compute(layer, x, bias, out)
         y = self.base.linear(layer, x, bias, split_k, out)
-        add_lora(y if split_k == 1 else y[0], x, self.stack, self._rows())
+        add_lora(y[0], x, self.stack, self._rows())
         return y
 
     def norm_linear(self, layer: LinearBase, x: NormInput, act: nn.Module | None) -> Any:
-        normed, stack = x.tensor(), self.stack  # the adapters need the normalized input, too
-        gated = act is not None and type(act).forward is SiluAndMul.forward and len(stack.ends) == 2
-        if self._fuses(normed):
-            y = linear_of_row(normed, layer.weight, layer.bias, stack, self._rows(), gated)
-        else:
-            y = add_lora(self.base.linear(layer, normed, layer.bias), normed, stack, self._rows(), gated)
+        gated = act is not None and type(act).forward is SiluAndMul.forward and len(self.stack.ends) == 2
+        y = self._compute(layer, x.tensor(), layer.bias, gated=gated)  # the adapters need the normalized input, too
         return y if act is None or gated else act(y)
+
+    def _compute(self, layer: LinearBase, x: torch.Tensor, bias, out=None, gated: bool = False) -> torch.Tensor:
+        if len(x) == 1 and type(self.base) is WeightFormat:
+            out = None if out is None else out[0]
+            return linear_of_row(x, layer.weight, bias, self.stack, self._rows(), gated, out)
+        return add_lora(self.base.linear(layer, x, bias, 1, out), x, self.stack, self._rows(), gated)
 
     def best_split_k(self, layer: LinearBase, x: Any, max_split_k: int) -> int:
         return self.base.best_split_k(layer, x, max_split_k)
 
     def factors(self, layer: LinearBase, x: NormInput) -> None:
         """Return None, so that no other kernel computes this matmul, which would lack the results of adapters."""
-
-    def _fuses(self, x: torch.Tensor) -> bool:
-        return len(x) == 1 and type(self.base) is WeightFormat
 
     def _rows(self) -> AdapterRows:
         plans = get_context().plans  # the plans of this step, made in the first layer of the step
