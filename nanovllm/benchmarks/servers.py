@@ -114,7 +114,10 @@ Threads = dict[tuple[int, int], tuple[str, float]]  # by the ids of process and 
 
 
 def cpu_times(server: Server, since: Threads | None = None) -> Threads:
-    """Return the CPU time of each server thread since the reading `since`, or {} outside Linux."""
+    """Return the CPU time of each server thread, or {} outside Linux.
+
+    `since` is an earlier result. If it is given, only the time after it counts.
+    """
     threads: Threads = {}
     for stat in Path("/proc").glob("[0-9]*/task/[0-9]*/stat"):
         with suppress(OSError):  # a thread that has ended

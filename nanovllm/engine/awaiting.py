@@ -15,7 +15,7 @@ MAX_WAIT_SECONDS = 0.02  # short, because callers' commands wait meanwhile
 
 
 def hold(scheduler: "Scheduler", seq: Sequence) -> None:
-    """Hold a running or waiting sequence whose tokens have arrived, until `release` is called."""
+    """Hold a running or waiting sequence after its last step, until `release` finds its `awaited` Future done."""
     seq.is_paused, scheduler.held[seq] = True, None
     scheduler.waiting.discard(seq)  # if it was preempted while the step was in flight
 

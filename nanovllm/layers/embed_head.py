@@ -16,7 +16,8 @@ def embed_shard(
 ) -> torch.Tensor:
     """Look up embeddings [T, N] in a shard [n, N] of the weight. The shard's first row belongs to token `first_id`.
 
-    Ids outside the shard get zeros. Kernels write the result to `out`, if given: [1, T, N].
+    Ids outside the shard get zeros. A device's kernel writes the result to `out` [1, T, N], if given. This definition
+    ignores `out`.
     """
     local_ids = token_ids - first_id
     is_local = (local_ids >= 0) & (local_ids < len(weight))

@@ -221,7 +221,7 @@ def _message(message: Message, sent: dict[str, Any], index: int) -> dict[str, An
 
 
 def _text(content: str | list[dict[str, Any]] | None) -> str:
-    """Return the text of a message's content. The chat template has already accepted all parts."""
+    """Return the text of a message's content. Parts without text, such as images, are left out."""
     texts = [part["text"] for part in content if "text" in part] if isinstance(content, list) else [content or ""]
     return "\n".join(texts)
 

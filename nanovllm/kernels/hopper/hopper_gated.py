@@ -1,7 +1,8 @@
 """A Hopper epilogue for hopper_product.py: a gated activation in 16 bits, or SwiGLU in FP8 with quantized results.
 
-In 16 bits, gate, up and the activation of gate are each rounded, at no extra cost. So the results equal the results of
-separate kernels, except that values near 1e-36 become 0. In FP8, all results that share a scale are in the same tile.
+In 16 bits, gate, up and the activation of gate are each rounded, at no extra cost. So the results are those of separate
+kernels, except that activations of gate below about 1e-36 become 0. In FP8, all results that share a scale are in the
+same tile.
 """
 
 from math import e, log2
