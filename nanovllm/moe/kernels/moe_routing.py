@@ -140,12 +140,12 @@ def route(
     """Choose `top_k` experts for each token by a float32 softmax, and append the `num_shared` shared experts.
 
     The softmax covers all experts that are not shared. `logits` [split_k, T, experts], with T > 0, contains summands,
-    which are added over the first dimension. `bias` [experts] is added to the sum. Only models without shared experts have it.
-    With `renormalize`, the
-    weights of the chosen experts add up to 1. At the end, weights are multiplied by the `factors` [experts]. Of experts
-    with equal logits, the expert with the lowest id comes first. `torch.topk` defines no order for equal logits. Tokens
-    with a negative slot are padding. Padding gets the experts of the first token, so that no additional weights are
-    read. Shared experts have the last ids, and the sigmoids of their logits as weights.
+    which are added over the first dimension. `bias` [experts] is added to the sum. Only models without shared experts
+    have it. With `renormalize`, the weights of the chosen experts add up to 1. At the end, weights are multiplied by
+    the `factors` [experts]. Of experts with equal logits, the expert with the lowest id comes first. `torch.topk`
+    defines no order for equal logits. Tokens with a negative slot are padding. Padding gets the experts of the first
+    token, so that no additional weights are read. Shared experts have the last ids, and the sigmoids of their logits as
+    weights.
     """
     split_k, num_tokens, num_logits = logits.shape
     num_experts, shape = num_logits - num_shared, (num_tokens, top_k + num_shared)
