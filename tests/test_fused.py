@@ -36,6 +36,7 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.sigmoid_gate import SigmoidGate
 from nanovllm.models import ModelConfig, make_model
 from nanovllm.models.llama import LlamaForCausalLM
+from nanovllm.models.olmo3 import Olmo3Attention, RowRMSNorm
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3MLP
 from nanovllm.moe.experts import Experts, MoE
 from nanovllm.serve import cli
@@ -448,6 +449,10 @@ def set_forward(mlp) -> None:
     mlp.forward = doubled(mlp.forward)
 
 
+def set_forward_of_a_linear_layer(mlp) -> None:
+    mlp.down_proj.forward = doubled(mlp.down_proj.forward)
+
+
 def add_hook(mlp) -> None:
     mlp.register_forward_hook(lambda module, args, y: 2 * y)
 
@@ -459,7 +464,10 @@ def script(mlp) -> None:
 NOT_ON_CUDA = pytest.mark.skipif(DEVICE == "cuda", reason="no kernel of ours can be traced")
 
 
-@pytest.mark.parametrize("change", [wrap, return_views, set_forward, add_hook, pytest.param(script, marks=NOT_ON_CUDA)])
+@pytest.mark.parametrize(
+    "change",
+    [wrap, return_views, set_forward, set_forward_of_a_linear_layer, add_hook, pytest.param(script, marks=NOT_ON_CUDA)],
+)
 def test_forwards_that_are_not_the_plain_one(tmp_path, use_ops, change):
     """They are called with and without kernels: a decorated one, a module's own, one with hooks, and others."""
     folder = make_folder(tmp_path / "model", "qwen3")
@@ -524,6 +532,89 @@ def test_changed_parts_of_gemma(tmp_path, use_ops, name, change):
         assert len(kept[0]) > 4 and all(map(torch.equal, *kept))
     else:
         assert not torch.allclose(plain.step(STEPS[0], plain.model), before, rtol=1e-2)
+
+
+STRIDED = [
+    ("gemma3", "post_attention_layernorm"),
+    ("gemma3", "post_feedforward_layernorm"),
+    ("glm4", "post_mlp_layernorm"),
+    ("olmo3", "post_feedforward_layernorm"),
+    ("gemma4-experts", "post_feedforward_layernorm_1"),
+    ("gemma4-experts", "pre_feedforward_layernorm_2"),
+    ("gemma4-experts", "experts"),
+]
+KEPT = [
+    ("olmo3", "self_attn"),
+    ("olmo3", "mlp"),
+    ("gemma4-experts", "router"),
+    ("gemma4-experts", "pre_feedforward_layernorm_2"),
+    ("gemma4-experts", "post_feedforward_layernorm_1"),
+]
+
+
+@pytest.mark.parametrize("name, path", STRIDED)
+def test_hooks_that_return_views(tmp_path, use_ops, name, path):
+    """Kernels need contiguous tensors."""
+    if name not in MODULES:
+        pytest.skip("transformers 4")
+    pytest.importorskip("triton")
+    plain, fused = (Runner(make_folder(tmp_path / "model", name), "sdpa") for _ in range(2))
+    strided = lambda module, args, y: (2 * y).repeat(1, 2)[:, y.shape[1] :]
+    for runner in (plain, fused):
+        for layer in runner.model.model.layers:
+            layer.get_submodule(path).register_forward_hook(strided)
+    fuse(fused.model)
+    use_ops()
+    assert_same(plain, fused)
+
+
+@pytest.mark.parametrize("name, path", KEPT)
+def test_tensors_that_hooks_keep(tmp_path, name, path):
+    """Nothing overwrites them."""
+    if name not in MODULES:
+        pytest.skip("transformers 4")
+    runner, kept = Runner(make_folder(tmp_path / "model", name), "sdpa"), []
+    keep = lambda module, args, y: kept.extend((x, x.clone()) for x in (*args, y) if isinstance(x, torch.Tensor))
+    for layer in runner.model.model.layers:
+        layer.get_submodule(path).register_forward_hook(keep)
+    fuse(runner.model)
+    runner.step(STEPS[0], runner.model)
+    assert kept and all(torch.equal(*pair) for pair in kept)
+
+
+class ScaledRowNorm(RowRMSNorm):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def other_class(norm) -> None:
+    norm.__class__ = ScaledRowNorm
+
+
+def own_forward(norm) -> None:
+    norm.forward = doubled(norm.forward)
+
+
+def other_eps(norm) -> None:
+    norm.eps = 4.0
+
+
+@pytest.mark.parametrize("change", [other_class, own_forward, other_eps])
+def test_other_norms_of_rows(tmp_path, change):
+    if "olmo3" not in MODULES:
+        pytest.skip("transformers 4")
+    folder = make_folder(tmp_path / "model", "olmo3")
+    plain, fused = (Runner(folder, "sdpa") for _ in range(2))
+    for runner in (plain, fused):
+        attention = runner.model.model.layers[0].self_attn
+        change(attention.q_norm)
+    fuse(fused.model)
+    assert_same(plain, fused)
+    attention = fused.model.model.layers[1].self_attn
+    attention.__class__ = Olmo3Attention  # plain again, with norms of another kind
+    attention.q_norm = attention.k_norm = nn.Identity()
+    fuse(fused.model)
+    assert not isinstance(attention, Fused)
 
 
 @pytest.mark.skipif(CUDA, reason="runs kernels in Triton's interpreter")

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import EXPERTS_ON_TWO, TINY, TWO_GPUS
-from test_models import MAX_LEN, VOCAB_SIZE, make_checkpoint
+from test_models import CASES, MAX_LEN, VOCAB_SIZE, make_checkpoint
 from test_speculation import accepted, drafting, few_likely, random_requests
 
 from nanovllm import SamplingParams
@@ -107,9 +107,13 @@ def assert_invariant(make_llm, folder: str, few_blocks: int | None = None, **set
         ("mistral-window", {"dtype": "bfloat16", "quantization": "int8"}),
         ("qwen3", {"quantization": "int4"}),
         ("qwen3-moe", {"dtype": "float32", "kv_cache_dtype": "fp8", "logprobs_mode": "processed_logprobs"}),
+        ("gemma4-experts", {"dtype": "float32"}),
+        ("gemma4-shared", {"dtype": "float32"}),
     ],
 )
 def test_no_bit_differs(make_llm, tmp_path, name, settings):
+    if name not in CASES:
+        pytest.skip("transformers 4")
     assert_invariant(make_llm, make_checkpoint(tmp_path, name), **settings)
 
 

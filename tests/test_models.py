@@ -155,6 +155,7 @@ if V5:
         "gemma4-values": ("Gemma4", 4, 2, 16, {}, GEMMA4 | NO_SHARING),
         "gemma4-experts": ("Gemma4", 4, 2, 16, {}, GEMMA4 | GEMMA4_EXPERTS),
         "gemma4-shared": ("Gemma4", 4, 1, 16, {}, GEMMA4 | GEMMA4_SHARED),
+        "gemma4-equal-heads": ("Gemma4", 4, 2, 16, {}, GEMMA4 | {"global_head_dim": 16}),
         "olmo3": ("Olmo3", 4, 2, 16, {}, OLMO3 | {"rope_parameters": by_layer_type({})}),
         "olmo3-yarn": ("Olmo3", 4, 4, 16, {}, OLMO3 | {"rope_parameters": by_layer_type(YARN)}),
         "smollm3": ("SmolLM3", 4, 2, 16, {}, {"no_rope_layers": [1, 0]}),

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.fused.forms import Rope
+from nanovllm.fused.forms import Rope, has_method
 from nanovllm.fused.fused_attention import FusedAttention, QKNormRope, attend
 from nanovllm.fused.fused_linear import partial_sum, product
 from nanovllm.fused.norm_input import NormInput
@@ -14,6 +14,8 @@ from nanovllm.kernels import operation
 from nanovllm.layers.layernorm import rms_norm
 from nanovllm.utils.context import get_context
 from nanovllm.utils.partial_sum import PartialSum
+
+ROW_NORM = "nanovllm.models.olmo3:RowRMSNorm.forward"
 
 
 @operation
@@ -27,6 +29,8 @@ def norm_heads(x: torch.Tensor, count: int, eps: float) -> torch.Tensor:
 class FusedGemma4Attention(FusedAttention):
     """Replaces `Gemma4Attention.forward`. Values get a norm without a weight, even if keys serve as values."""
 
+    what = "norms of q and k, RoPE, store of k and v (few decodes: with attention); norm of v"
+
     def fused(self: Any, x: NormInput, rope: Rope) -> PartialSum:
         qkv = product(self.qkv_proj, x).unflatten(-1, (-1, self.head_dim))
         if qkv.shape[1] == self.num_heads + self.num_kv_heads:  # keys are values
@@ -37,6 +41,8 @@ class FusedGemma4Attention(FusedAttention):
 
 class FusedMinistral3Attention(FusedAttention):
     """Replaces `Ministral3Attention.forward`. Queries are multiplied by their scales before the rotation, not after."""
+
+    what = "RoPE, store of k and v (few decodes: with attention)"
 
     def fused(self: Any, x: NormInput, rope: Rope) -> PartialSum:
         qkv, plans = product(self.qkv_proj, x), get_context().plans
@@ -65,7 +71,9 @@ class FusedOlmo3Attention(FusedAttention):
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
-        return module.q_norm.tp.size == 1 and cls.matches_except_norms(module)
+        norms = module.q_norm, module.k_norm
+        has_norms = all(has_method(norm, ROW_NORM) and norm.tp.size == 1 for norm in norms)
+        return has_norms and norms[0].eps == norms[1].eps and cls.matches_except_norms(module)
 
     def fused(self: Any, x: NormInput, rope: Rope) -> PartialSum:
         qkv = norm_columns(product(self.qkv_proj, x), (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps)

@@ -1,14 +1,13 @@
 """Defines fused forms of decoder layers in which the outputs of attention and MLP get norms before they are added."""
 
 from functools import partial
-from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from nanovllm.fused.decoder import FusedDecoderLayer
-from nanovllm.fused.forms import FusedRMSNorm, Rope, run_fused, takes_fused
+from nanovllm.fused.decoder import FusedDecoderLayer, copied
+from nanovllm.fused.forms import FusedRMSNorm, Rope, has_method, run_fused, takes_fused
 from nanovllm.fused.norm_input import Normed, NormedSum, NormInput
 from nanovllm.kernels import operation
 from nanovllm.utils.partial_sum import PartialSum
@@ -17,15 +16,9 @@ FEED_FORWARD = "nanovllm.models.gemma3_text:Gemma3DecoderLayer.feed_forward"
 FEED_EXPERTS = "nanovllm.models.shared.gemma4_layers:Gemma4ExpertsLayer.feed_forward"
 
 
-def has_method(module: nn.Module, path: str) -> bool:
-    """Return whether a module uses the method at `path` ("module:Class.name"), not a replacement."""
-    name = path.rsplit(".", 1)[1]
-    return name not in vars(module) and getattr(type(module), name) is resolve_name(path)
-
-
 def normed_sum(x: PartialSum, norm: nn.Module) -> PartialSum:
     """Return the norm of a sum. The norm is deferred, unless its module has hooks."""
-    return NormedSum(x, norm) if takes_fused(norm) else PartialSum(norm(x.reduce()))
+    return NormedSum(x, norm) if takes_fused(norm) else PartialSum(norm(x.reduce()).contiguous())
 
 
 class FusedGemma3Layer(FusedDecoderLayer):
@@ -60,14 +53,15 @@ class FusedGemma4Layer(FusedGemma3Layer):
     def feed(self: Any, x: NormInput) -> PartialSum:
         if not has_method(self, FEED_EXPERTS):
             return super().feed(x)
-        y = normed_sum(run_fused(self.mlp, x), self.post_feedforward_layernorm_1).reduce()
-        mixed = self.experts(self.pre_feedforward_layernorm_2(x.residual), *self.router(x.residual))
-        mixed = PartialSum(self.tp.all_reduce(mixed))
-        return PartialSum(add(normed_sum(mixed, self.post_feedforward_layernorm_2), y))
+        norm, more_norm = self.post_feedforward_layernorm_1, self.post_feedforward_layernorm_2
+        y = normed_sum(run_fused(self.mlp, x), norm).reduce()
+        rows = self.pre_feedforward_layernorm_2(x.residual).contiguous()
+        mixed = self.tp.all_reduce(self.experts(rows, *self.router(x.residual)).contiguous())
+        return PartialSum(add(normed_sum(PartialSum(mixed), more_norm), y if takes_fused(norm) else copied(y)))
 
     def finish(self: Any, x: PartialSum, residual: torch.Tensor) -> tuple[PartialSum, torch.Tensor]:
         x = x.times(self.layer_scalar) if isinstance(x, NormedSum) else PartialSum(x.reduce() * self.layer_scalar)
-        return x, residual.mul_(self.layer_scalar)
+        return x, residual * self.layer_scalar
 
 
 class FusedGraniteLayer(FusedDecoderLayer):
@@ -103,6 +97,11 @@ def add_normed(x: PartialSum, residual: torch.Tensor) -> torch.Tensor:
     return residual.add_(x.reduce())
 
 
+def input_of(module: nn.Module, residual: torch.Tensor) -> Normed:
+    """Return the residual as the input of a module. A plain module gets a copy, because `add` overwrites the residual."""
+    return Normed(residual if takes_fused(module) else copied(residual))
+
+
 class FusedOlmo3Layer(FusedDecoderLayer):
     """Replaces `Olmo3DecoderLayer.forward`. The layer has no norms except after attention and after the MLP."""
 
@@ -115,6 +114,7 @@ class FusedOlmo3Layer(FusedDecoderLayer):
 
     def fused(self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope) -> tuple[PartialSum, torch.Tensor]:
         residual = x.reduce() if residual is None else add(x, residual)
-        x = normed_sum(self.mix(Normed(residual), rope), self.post_attention_layernorm)
+        x = normed_sum(self.mix(input_of(self.self_attn, residual), rope), self.post_attention_layernorm)
         residual = add(x, residual)
-        return normed_sum(run_fused(self.mlp, Normed(residual)), self.post_feedforward_layernorm), residual
+        x = run_fused(self.mlp, input_of(self.mlp, residual))
+        return normed_sum(x, self.post_feedforward_layernorm), residual

@@ -1,5 +1,6 @@
 """Defines the base class of forms, forms of the rotary embedding and RMSNorm, and helpers for calls between forms."""
 
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import torch
@@ -107,6 +108,12 @@ def rope_at(rotary_emb: Any, positions: torch.Tensor) -> Rope:
     rope = rotary_emb.rows(positions)
     positions.clone()  # an ordinary launch after the lookup, so that kernels may read rope early: see FusedModel
     return rope
+
+
+def has_method(module: nn.Module, path: str) -> bool:
+    """Return whether a module has the method at `path`, "module:Class.name", and has not replaced it."""
+    name = path.rsplit(".", 1)[1]
+    return name not in vars(module) and getattr(type(module), name, None) is resolve_name(path)
 
 
 def takes_fused(module: nn.Module) -> bool:

@@ -89,7 +89,10 @@ def are_known(*layers: nn.Module, output: nn.Module | None = None) -> bool:
     """
     forwards = [(layer, LinearBase.forward) for layer in layers]
     forwards += [] if output is None else [(output, RowParallelLinear.forward)]
-    return all(type(layer).forward is forward and hasattr(layer, "format") for layer, forward in forwards)
+    return all(
+        type(layer).forward is forward and "forward" not in vars(layer) and hasattr(layer, "format")
+        for layer, forward in forwards
+    )
 
 
 def product(layer: Any, x: NormInput, act: nn.Module | None = None) -> Any:

@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from nanovllm.cache.state import State
 from nanovllm.delta_net import gated_delta_net
 from nanovllm.features import logprobs
+from nanovllm.kernels.activations import Activation
+from nanovllm.layers import gated_activation as activations
 from nanovllm.layers import sampler
 from nanovllm.layers import sigmoid_gate as gates
 from nanovllm.layers.sampler import SamplingRows
@@ -68,6 +70,13 @@ def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     if len(x) <= 1:
         return NotImplemented
     return torch.cat([gates.sigmoid_gate(*row) for row in zip(x.split(1), gate.split(1))])
+
+
+def gated_activation(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Compute the activation row by row, as `sigmoid_gate` does."""
+    if len(x) <= 1:
+        return NotImplemented
+    return torch.cat([activations.gated_activation(row, activation) for row in x.split(1)])
 
 
 def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -> None:

@@ -20,15 +20,19 @@ class GeluAndMul(nn.Module):
         return gelu_and_mul(x)
 
 
-class GatedActivation(nn.Module):
-    """Maps the concatenation of gate and up [T, 2n] to [T, n]: see Activation."""
+@operation
+def gated_activation(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Map the concatenation of gate and up [T, 2n] to [T, n]: see Activation."""
+    (gate, up), (alpha, cubic, shift, limit) = x.chunk(2, -1), activation
+    if limit:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * (gate + cubic * gate**3)) * (up + shift)
 
+
+class GatedActivation(nn.Module):
     def __init__(self, activation: Activation):
         super().__init__()
         self.activation = activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        (gate, up), (alpha, cubic, shift, limit) = x.chunk(2, -1), self.activation
-        if limit:
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return gate * torch.sigmoid(alpha * (gate + cubic * gate**3)) * (up + shift)
+        return gated_activation(x, self.activation)

@@ -32,10 +32,12 @@ def read_details(raw: dict, sizes: tuple[int | None, ...], file: Path) -> Gemma4
     Raises ValueError if entries are invalid, or differ between full layers.
     """
     keys_are_values = check_bool(f"{file}: attention_k_eq_v", raw.get("attention_k_eq_v", False))
-    full = {"head_dim": raw.get("global_head_dim", 512), "num_key_value_heads": raw["num_key_value_heads"]}
+    layers = raw.get("per_layer_config")  # transformers 5.24 writes this instead of the entries `global_...`
+    head_dim = raw.get("global_head_dim", 512 if layers is None else raw["head_dim"])
+    full = {"head_dim": head_dim, "num_key_value_heads": raw["num_key_value_heads"]}
     if keys_are_values and raw.get("num_global_key_value_heads"):
         full["num_key_value_heads"] = raw["num_global_key_value_heads"]
-    if layers := raw.get("per_layer_config"):  # transformers 5.24 writes this in place of the entries above
+    if layers:
         indices, known = {f"{i:09}" for i, size in enumerate(sizes) if size is None}, {str(i).zfill(9) for i in layers}
         first = next(iter(layers.values()))
         if known != indices or not first.keys() <= full.keys() or any(x != first for x in layers.values()):

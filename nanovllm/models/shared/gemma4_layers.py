@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.layers.embed_head import ScaledEmbedding, VocabParallelEmbedding
+from nanovllm.layers.gated_activation import gelu_and_mul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear
 from nanovllm.models import ModelConfig
@@ -104,8 +105,8 @@ class Gemma4PerLayer(Gemma4DecoderLayer):
         """Return (x, residual), as Qwen3DecoderLayer does. `embedding` is [T, size]."""
         x, residual = Gemma3DecoderLayer.forward(self, positions, hidden_states, residual)
         residual = residual + x
-        gate = F.gelu(self.per_layer_input_gate(residual), approximate="tanh")
-        x = self.post_per_layer_input_norm(self.per_layer_projection(gate * embedding))
+        gated = gelu_and_mul(torch.cat((self.per_layer_input_gate(residual), embedding), -1))
+        x = self.post_per_layer_input_norm(self.per_layer_projection(gated))
         return x * self.layer_scalar, residual * self.layer_scalar
 
 
