@@ -98,7 +98,7 @@ def add_normed(x: PartialSum, residual: torch.Tensor) -> torch.Tensor:
 
 
 def input_of(module: nn.Module, residual: torch.Tensor) -> Normed:
-    """Return the residual as the input of a module. A plain module gets a copy, because `add` overwrites the residual."""
+    """Return the residual as a module's input. A plain module gets a copy, because `add` overwrites the residual."""
     return Normed(residual if takes_fused(module) else copied(residual))
 
 
