@@ -583,6 +583,8 @@ def test_gated_activations(name, num_rows, n, dtype):
     x[:, : n // 8] *= 100  # where exp(-x) overflows, or vanishes
     gate, up = x.double().chunk(2, -1)
     assert_close(getattr(ops, name)(x), (F.silu(gate) if name == "silu_and_mul" else gelu(gate)) * up)
+    assert ops.gated_activation(x, Activation(shift=1.0)) is NotImplemented
+    assert ops.gated_activation(x, Activation(limit=1.0)) is NotImplemented
 
 
 gelu = partial(F.gelu, approximate="tanh")

@@ -18,7 +18,13 @@ from nanovllm.kernels.launch.host_copies import copy_from_host, copy_to_host
 from nanovllm.kernels.linear.add_rms_norm import NO_OWN_NORM, add_normed, norm_columns, norm_heads, rms_norm_quantize
 from nanovllm.kernels.linear.add_rms_norm import rms_norm as add_and_norm
 from nanovllm.kernels.linear.embedding import embed_shard
-from nanovllm.kernels.linear.gated_activations import gated_linear, gelu_and_mul, sigmoid_gate, silu_and_mul
+from nanovllm.kernels.linear.gated_activations import (
+    gated_activation,
+    gated_linear,
+    gelu_and_mul,
+    sigmoid_gate,
+    silu_and_mul,
+)
 from nanovllm.kernels.linear.gemv import gemv
 from nanovllm.kernels.linear.quantize_rows import quantize_rows, silu_and_mul_quantize
 from nanovllm.kernels.linear.split_k_gemm import choose_split_k, split_k_gemm

@@ -20,11 +20,16 @@ def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return gated_activation(x, GELU_AND_MUL)
 
 
-def gated_activation(x: torch.Tensor, act: Activation) -> torch.Tensor:
-    """Return the gated activation [T, n] of x [T, 2n], whose first half contains the gates."""
+def gated_activation(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Return the activation [T, n] of x [T, 2n], whose first half contains the gates.
+
+    Return NotImplemented if the activation shifts or limits its operands.
+    """
+    if activation.shift or activation.limit:
+        return NotImplemented
     n = x.shape[1] // 2
     out, block = torch.empty((len(x), n), dtype=x.dtype, device=x.device), min(2048, 1 << (n - 1).bit_length())
-    store_rows(x, (out, None), 0, Groups(n, block, 1, block), act, num_warps=8)
+    store_rows(x, (out, None), 0, Groups(n, block, 1, block), activation, num_warps=8)
     return out
 
 
