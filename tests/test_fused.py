@@ -565,8 +565,8 @@ def test_hooks_that_return_views(tmp_path, use_ops, name, path):
             layer.get_submodule(path).register_forward_hook(strided)
     fuse(fused.model)
     use_ops()
-    for rows in STEPS[2:]:
-        assert_near(fused.step(rows, fused.model), plain.step(rows, plain.model), None)
+    rows = (0, 1), (0, 3)  # the first two of the rows would also be right if their strides were ignored
+    assert_near(fused.step(rows, fused.model), plain.step(rows, plain.model), None)
 
 
 @pytest.mark.parametrize("name, path", KEPT)
