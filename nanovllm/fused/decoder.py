@@ -43,8 +43,6 @@ class FusedMLP(Fused):
 class FusedDecoderLayer(Fused):
     """Replaces `Qwen3DecoderLayer.forward`, and the `forward` of other layers whose norms have the same order."""
 
-    rope_index = -1  # index into the Ropes of FusedModel; the last Rope has no cosines and sines
-
     what = "norms with the products after them, sums with the norms after them"
 
     @classmethod
@@ -125,12 +123,13 @@ class FusedModel(Fused):
         return isinstance(module.norm, FusedRMSNorm)
 
     def prepare(self: Any) -> None:
-        self.ropes: tuple = ()  # a tuple, so that the embeddings do not become submodules of the model
-        for layer in self.layers:
-            rope = getattr(getattr(layer, "self_attn", None), "rotary_emb", None)
-            if isinstance(layer, Fused) and isinstance(rope, FusedRotaryEmbedding):
-                self.ropes += () if rope in self.ropes else (rope,)
-                layer.rope_index = self.ropes.index(rope)
+        fused = [layer for layer in self.layers if isinstance(layer, Fused)]
+        of_layers = [getattr(getattr(layer, "self_attn", None), "rotary_emb", None) for layer in fused]
+        found = dict.fromkeys(rope for rope in of_layers if isinstance(rope, FusedRotaryEmbedding))
+        self.ropes = tuple(found)  # a tuple, so that the embeddings do not become submodules of the model
+        for layer, rope in zip(fused, of_layers):
+            # the last Rope of a step has no cosines and sines
+            layer.rope_index = self.ropes.index(rope) if rope in found else -1  # type: ignore[assignment, arg-type]
 
     def forward(self: Any, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         # The lookup must come first. Attention may read cos_sin while the previous kernel still runs. This is safe only

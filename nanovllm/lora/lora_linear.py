@@ -14,7 +14,8 @@ from torch import nn
 from nanovllm.fused.fused_linear import WeightFormat, split_linear
 from nanovllm.fused.norm_input import NormInput
 from nanovllm.kernels import operation
-from nanovllm.layers.activation import SiluAndMul, silu_and_mul
+from nanovllm.kernels.activations import SWIGLU, activation_of
+from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.linear import LinearBase
 from nanovllm.utils.context import get_context, of_tokens
 
@@ -107,7 +108,7 @@ class LoRAFormat(WeightFormat):
         return y
 
     def norm_linear(self, layer: LinearBase, x: NormInput, act: nn.Module | None) -> Any:
-        gated = act is not None and type(act).forward is SiluAndMul.forward and len(self.stack.ends) == 2
+        gated = activation_of(act) == SWIGLU and len(self.stack.ends) == 2
         y = self._compute(layer, x.tensor(), layer.bias, gated=gated)  # the adapters need the normalized input, too
         return y if act is None or gated else act(y)
 

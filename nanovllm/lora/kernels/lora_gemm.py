@@ -15,6 +15,7 @@ import triton.language as tl
 from nanovllm.kernels.activations import SWIGLU
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.launch.gpu_features import num_sms
+from nanovllm.kernels.linear.activate import activate
 from nanovllm.kernels.linear.gemv import MAX_OUTPUTS, RowAdapter, gemv, gemv_tiles
 
 FEW_ROWS = 128  # up to this many rows, tiles have the smallest number of rows that tensor cores multiply
@@ -210,7 +211,7 @@ def _expand_swiglu_kernel(
         gate = tl.dot(h, w.T, tl.load(y, inside, 0.0).to(tl.float32), input_precision="ieee")
         up = tl.dot(up_h, up_w.T, tl.load(y + half, inside, 0.0).to(tl.float32), input_precision="ieee")
         gate = gate.to(dtype).to(tl.float32)  # rounded as in separate kernels
-        result = (gate / (1.0 + tl.exp(-gate))).to(dtype) * up.to(dtype)
+        result = activate(gate, 1.0, None).to(dtype) * up.to(dtype)
         tl.store(out_ptr + row[:, None] * half + n[None, :], result, inside)
 
 
