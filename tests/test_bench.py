@@ -612,6 +612,27 @@ def test_several_workloads_in_one_run(monkeypatch, capsys):
     assert sizes == ["2", "3"]
 
 
+def test_a_rival_that_fails(monkeypatch, capsys, tmp_path):
+    """The results of the other engines are printed and saved. Then the error is raised."""
+    monkeypatch.setattr(engines, "run_in_process", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr("nanovllm.benchmarks.arguments.find_spec", lambda name: SimpleNamespace())
+    for engine in ("nanovllm", "transformers"):
+        monkeypatch.setitem(ENGINES, engine, lambda model, settings, workloads: fake(workloads))
+    monkeypatch.setitem(ENGINES, "vllm", lambda *_: 1 / 0)
+    options = ["--workload", "single", "--device", "cpu", "--save", str(tmp_path / "a.json")]
+    with pytest.raises(ZeroDivisionError):
+        main(monkeypatch, "--compare", "vllm,transformers", *options)
+    out, err = capsys.readouterr()
+    assert "vllm failed: ZeroDivisionError: division by zero" in err
+    assert "\nnanovllm " in out and "\ntransformers " in out and "\nvllm " not in out
+    saved = json.loads((tmp_path / "a.json").read_text())["results"]["tiny-qwen3"]
+    assert saved["single"].keys() == {"nanovllm", "transformers"}
+    monkeypatch.setitem(ENGINES, "nanovllm", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(monkeypatch, "--compare", "transformers", *options)
+    assert "transformers: starts" not in capsys.readouterr().err
+
+
 def test_figure_is_drawn(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     save_results(tmp_path / "a.json", "a note", "a model", {"single": {"nanovllm": 1234, "vllm": 1000}})

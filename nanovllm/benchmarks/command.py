@@ -88,7 +88,8 @@ def compare_engines(args: argparse.Namespace, settings: dict[str, Any], config: 
         args.request_rate = sweeps.rates_of_cpu(args, settings, config)
     workloads, swept, panels = requested(args, config)
     functions = engines.STEPPED_ENGINES if args.workload[0] in sweeps.STEPPED else engines.ENGINES
-    results = engines.run_engines(["nanovllm", *args.compare], functions, args.model, settings, workloads | swept)
+    names = ["nanovllm", *args.compare]
+    results, errors = engines.run_engines(names, functions, args.model, settings, workloads | swept)
 
     notes = print_setup(args, config, results)
     if workloads:
@@ -119,6 +120,8 @@ def compare_engines(args: argparse.Namespace, settings: dict[str, Any], config: 
             if name in results["nanovllm"]
         }
         save_results(args.save, notes, setup, rates)
+    if errors:
+        raise errors[0]
     if any(result.keys() < (workloads | swept).keys() for result in results.values()):
         raise KeyboardInterrupt  # Ctrl-C ended a run early, and the exit status must say so
 

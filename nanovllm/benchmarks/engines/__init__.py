@@ -9,7 +9,7 @@ from functools import partial
 from nanovllm.benchmarks.engines.nanovllm import run_nanovllm, step_nanovllm
 from nanovllm.benchmarks.engines.transformers import run_transformers
 from nanovllm.benchmarks.engines.vllm import run_vllm, step_vllm
-from nanovllm.benchmarks.processes import progress, run_in_process
+from nanovllm.benchmarks.processes import progress, report, run_in_process
 from nanovllm.benchmarks.requests import Workloads
 from nanovllm.benchmarks.results import Result, Results
 
@@ -18,17 +18,27 @@ ENGINES: Engines = {"nanovllm": run_nanovllm, "transformers": run_transformers, 
 STEPPED_ENGINES: Engines = {"nanovllm": step_nanovllm, "vllm": step_vllm}  # for workloads that need the times of tokens
 
 
-def run_engines(names: list[str], functions: Engines, model: str, settings: dict, workloads: Workloads) -> Results:
-    """Run the workloads on each engine.
+def run_engines(
+    names: list[str], functions: Engines, model: str, settings: dict, workloads: Workloads
+) -> tuple[Results, list[Exception]]:
+    """Run the workloads on each engine. Return the results, and the errors of engines that failed.
 
     If there are several names, each engine runs in a separate process. After Ctrl-C, start no further engine, and
-    return only the results of workloads that have run completely.
+    return only the results of workloads that have run completely. Raises the error of the first engine.
     """
-    results = {}
+    results: Results = {}
+    errors: list[Exception] = []
     for engine in names:
         run = functions[engine] if len(names) == 1 else partial(run_in_process, functions[engine])
-        with progress(f"{engine}:"):
-            results[engine] = run(model, settings, workloads)
+        try:
+            with progress(f"{engine}:"):
+                results[engine] = run(model, settings, workloads)
+        except Exception as error:
+            if engine == names[0]:
+                raise
+            report(f"{engine} failed: {type(error).__name__}: {error}")
+            errors.append(error)
+            continue
         for name, result in results[engine].items():
             runs = workloads[name]
             counted = [request for requests in runs[-result.num_runs :] for request in requests]
@@ -36,7 +46,7 @@ def run_engines(names: list[str], functions: Engines, model: str, settings: dict
             result.num_tokens = sum(len(r.prompt) if counts_input else r.max_tokens for r in counted)
         if results[engine].keys() < workloads.keys():  # Ctrl-C
             break
-    return results
+    return results, errors
 
 
 def versions(engines: Iterable[str]) -> str:
