@@ -24,8 +24,8 @@ from nanovllm.utils.replace import replace_methods
 class Target(NamedTuple):
     """A module of the checkpoint that can have an adapter, and its place in the model.
 
-    A module has several parts if the checkpoint stores several layers as one merged module. A projection of all experts
-    of a layer is one module.
+    A module has several parts if the checkpoint stores several layers as one merged module. All experts of a layer
+    share one module for each projection.
     """
 
     stack: LoRAStack
@@ -109,7 +109,7 @@ class AdapterStacks:
             adapt_experts(experts, *stacks, self.slots_of_requests)
 
     def _allocate(self, shards: list[Any], max_rank: int, num_experts: int = 1) -> LoRAStack:
-        """Allocate the adapters of a layer that consists of `shards`, whose ranks are the next columns of the table."""
+        """Allocate the adapters of a layer that consists of `shards`. Their ranks are the next columns of `_ranks`."""
         inputs, outputs = _local_sizes(shards)
         begin, rows = len(self._columns), self._slots * num_experts
         ends = [*(shard.first_row for shard in shards[1:]), outputs]
@@ -137,9 +137,9 @@ class AdapterStacks:
 
 
 def _local_sizes(shards: list[Any]) -> tuple[int, int]:
-    """Return how many inputs and outputs of a layer this rank has.
+    """Return how many of a layer's inputs and outputs belong to this rank.
 
-    The shape of the weight does not show these numbers, because some formats store weights in other shapes.
+    The weight may have a different shape, depending on its format.
     """
     first = shards[0].parts[0]
     rows = (len(range(piece.shape[0])[piece.rows]) for shard in shards for piece in shard.parts)
@@ -147,7 +147,7 @@ def _local_sizes(shards: list[Any]) -> tuple[int, int]:
 
 
 def add_adapters(model: Any, config: Config, device: torch.device) -> None:
-    """Prepare a loaded model's linear layers and experts for adapters, except for the output head and routers."""
+    """Prepare a loaded model for adapters on its linear layers and experts, but not on the output head or routers."""
     model.adapters = AdapterStacks(model, config, device)
     for module in model.modules():
         is_swiglu = activation_of(getattr(module, "act_fn", None)) == SWIGLU

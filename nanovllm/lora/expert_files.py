@@ -4,10 +4,11 @@ With transformers 4, the projections of each expert are linear layers with adapt
 `experts.3.gate_proj`.
 
 With transformers 5, PEFT's `target_parameters` adapts the stacked parameters `experts.gate_up_proj` and
-`experts.down_proj`. Row `e * rank + i` of A [experts * rank, inputs] and column `i * experts + e` of B [outputs, rank *
-experts] belong to expert `e`. Versions of PEFT before 0.20 swap inputs and outputs, in most models. The names of the
-matrices, `experts.lora_A` and `experts.base_layer.lora_A`, only show the order in which PEFT found the parameters. So
-the shapes must show which parameter is adapted, and which side has the inputs.
+`experts.down_proj`. Rows `e * rank` to `e * rank + rank - 1` of A [experts * rank, inputs] belong to expert `e`. In B
+[outputs, rank * experts], columns `e`, `experts + e`, `2 * experts + e` and so on belong to expert `e`. In most models,
+PEFT before version 0.20 swaps inputs and outputs. The names of the matrices, `experts.lora_A` and
+`experts.base_layer.lora_A`, show only the order in which PEFT found the parameters. Therefore, the shapes determine
+which parameter is adapted, and whether inputs and outputs are swapped.
 """
 
 from collections.abc import Mapping

@@ -150,7 +150,7 @@ class ModelConfig:
 
     @property
     def layer_operations(self) -> int:
-        """The number of operations in a layer's matmuls for one token, on average over the layers."""
+        """The average number of operations per layer that matmuls need for one token."""
         queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         feed_forward = 3 * self.intermediate_size
         if self.moe:

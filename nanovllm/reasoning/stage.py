@@ -16,9 +16,9 @@ class Stage(Enum):
 class Markers:
     """The markers of a reasoning format, and how a model's vocabulary represents them.
 
-    Most models have a token for each marker. Then only a token that contains the whole marker counts as the marker, and
-    several tokens that together spell the marker are part of the reasoning. In models without these tokens, any tokens
-    that spell a marker count as the marker.
+    Most models have a token for each marker. In these models, only a token that contains the whole marker counts as the
+    marker. Several tokens that together spell the marker are part of the reasoning. In models without marker tokens,
+    any tokens that spell a marker count as the marker.
     """
 
     def __init__(self, form: ReasoningFormat, tokenizer: Any, token_bytes: Mapping[int, bytes]):

@@ -61,7 +61,10 @@ def read_details(raw: dict, sizes: tuple[int | None, ...], file: Path) -> Gemma4
 
 
 def _read_sources(raw: dict, sizes: tuple[int | None, ...], file: Path) -> tuple[int, ...]:
-    """Return `Gemma4Details.sources`. The last layers read the cache of the last earlier layer with the same window."""
+    """Return `Gemma4Details.sources`.
+
+    The last layers share the cache of the last layer before them that has the same window.
+    """
     name = f"{file}: num_kv_shared_layers"
     num_own = len(sizes) - check_int(name, raw.get("num_kv_shared_layers", 0), low=0, high=len(sizes))
     last = {sizes[i]: i for i in range(num_own)}
