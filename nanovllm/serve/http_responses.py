@@ -134,7 +134,7 @@ class EventStream(Response):
             self._is_over.set_exception(error)
 
     def _send_heartbeat(self) -> None:
-        """Write a comment, which clients ignore, unless an event was written since the last call."""
+        """If no event was written since the last call, write a comment, which clients ignore."""
         if self._is_silent and self._connection.is_writable and not self._is_over.done():
             self._connection.write_chunk(COMMENT)
         self._is_silent = True

@@ -20,7 +20,10 @@ class ClientTurns:
         self._turns: WeakValueDictionary[Hashable, asyncio.Semaphore] = WeakValueDictionary()  # only semaphores in use
 
     async def run(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Run `call` when the client has a free turn. If the client disconnects, `call` goes on, and keeps its turn."""
+        """Run `call` when the client has a free turn.
+
+        If the client disconnects, `call` continues and keeps its turn.
+        """
         turn = self._turns.setdefault(CLIENT.get(), asyncio.Semaphore(self._num_turns))
         await turn.acquire()
         task = asyncio.ensure_future(call())

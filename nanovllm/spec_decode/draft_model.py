@@ -42,7 +42,10 @@ class DraftModel:
     shift = 0
 
     def __init__(self, runner: "BatchRunner"):
-        """Load the weights, and add the layers to the runner's cache groups, whose memory is allocated later."""
+        """Load the weights, and add the layers to the runner's cache groups.
+
+        The memory of the cache groups is allocated later.
+        """
         config = runner.config
         self.runner, self.sampler, self.backend = runner, Sampler(), backend_class(config.attention_backend)()
         with torch.device(runner.device):

@@ -8,7 +8,7 @@ from nanovllm.spec_decode.proposer import Proposer
 
 
 class NGram(Proposer):
-    """Finds the longest n-gram at a sequence's end that occurred before.
+    """Finds the longest n-gram at the end of a sequence that also occurs earlier in the sequence.
 
     The drafts are the tokens that followed the n-gram's latest occurrence. If too few tokens followed, the drafts
     repeat these tokens.

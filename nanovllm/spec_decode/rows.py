@@ -46,7 +46,7 @@ def accept_drafts(
 
 
 class ChainShape(NamedTuple):
-    """The shape of the draft chains in a step. It is a compile-time constant of the kernel."""
+    """The shape of the draft chains in a step. The shape is a compile-time constant of the kernel."""
 
     num_steps: int  # maximum drafts per sequence
     width: int  # rows of a sequence in the first step; each further step has one row

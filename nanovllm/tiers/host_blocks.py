@@ -75,7 +75,7 @@ class HostBlocks:
         return True
 
     def end_of_puts(self) -> Callable[[], bool]:
-        """Return a function that returns whether all copies of the previous calls of `put` have ended."""
+        """Return a function that tells whether all copies of previous calls of `put` have ended."""
         return lambda: True
 
     def order_steps(self, numbers: list[int]) -> None:

@@ -51,7 +51,7 @@ class Load:
 
 
 class TieredBlockManager(BlockManager):
-    """Copies blocks to a store before they are evicted, and loads them when a waiting sequence begins with them.
+    """Copies blocks to a store before eviction, and loads the blocks when a waiting sequence begins with them.
 
     These methods replace methods of an engine's block manager. If a manager also stores other contents than the blocks
     of `Sequence.block_table`, a subclass handles these contents.

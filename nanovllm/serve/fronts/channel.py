@@ -2,7 +2,7 @@
 
 A message contains all news since the previous message.
 
-PyTorch is not imported here, so the engine's process can start the fronts first.
+This module does not import PyTorch, so the engine's process can start the fronts before importing PyTorch.
 """
 
 import socket

@@ -21,7 +21,7 @@ RESTART_TIMEOUT = 1800.0
 
 
 class ReplicaGroup:
-    """Sends each request to a replica that the router chooses. Requests wait while no replica can take more.
+    """Sends each request to a replica that the router chooses. Requests wait while no replica can take more requests.
 
     Only the thread of one event loop may call the group's methods. Requests that arrive for a replica within one
     iteration of the loop are sent in one message.

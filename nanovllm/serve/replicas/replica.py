@@ -193,7 +193,7 @@ class Replica:
         return deltas, finals
 
     def _end_answers(self, request_id: int, count: int) -> bool:
-        """Count `count` more ended answers of a request. Return whether no answer is left."""
+        """Record that `count` more answers of a request have ended. Return whether all answers have ended."""
         with self._changed:
             if request_id not in self._num_unfinished:  # it was discarded
                 return False
