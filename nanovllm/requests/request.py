@@ -50,8 +50,7 @@ class Request:
         """Put new tokens of `seq` into the collector, if the caller gets more than the final output."""
 
     def metrics(self) -> RequestMetrics:
-        """Return the times when the first answer was scheduled, the first token arrived, and the last answer finished.
-        """
+        """Return when the first answer was scheduled, when the first token arrived, and when the last answer ended."""
         arrival = time() - (perf_counter() - self.group[0].arrival)
         moments = []
         for event, pick in (("scheduled", min), ("first_token", min), ("finished", max)):

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 
 class CachedBlock(NamedTuple):
-    """The contents that the prefix cache stores for a full block of tokens, and the place where the device has or
-    receives the contents.
+    """The contents that the prefix cache stores for a full block of tokens, and their place on the device.
 
     Equal contents have equal hashes. A hash covers all tokens from the start of the text, the cache salt, and a random
     number of this engine. Contents with equal hashes need not have equal token ids.

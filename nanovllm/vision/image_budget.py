@@ -1,6 +1,6 @@
 """Limits how many images a step encodes, because the sequences that decode in this step wait for the tower.
 
-The cost of an image is a number of tokens in the step's budget: the text model needs about as many operations for these
+The cost of an image is a number of tokens in the step's budget. The text model needs about as many operations for these
 tokens as the tower needs for the image.
 """
 
