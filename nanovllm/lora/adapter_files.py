@@ -27,8 +27,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 class AdapterRegistry:
     """The adapters in host memory. Any thread may call the methods.
 
-    An adapter stays in memory from `add` until `remove`, and also while a request uses it or it has a slot on the
-    devices.
+    An adapter stays in memory from `add` until `remove`, and also while a request uses it or a device stores it.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ class Target(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The numbers of inputs and outputs of the whole module, before it is split among the ranks."""
+        """The whole module's numbers of inputs and outputs, before the module is split among the ranks."""
         sizes = [shard.shape for _, shard in self.shards]
         return sizes[0][1], sum(size[0] for size in sizes)
 
@@ -109,7 +109,10 @@ class AdapterStacks:
             adapt_experts(experts, *stacks, self.slots_of_requests)
 
     def _allocate(self, shards: list[Any], max_rank: int, num_experts: int = 1) -> LoRAStack:
-        """Allocate the adapters of a layer that consists of `shards`. Their ranks are the next columns of `_ranks`."""
+        """Allocate the adapters of a layer that consists of `shards`.
+
+        The next columns of `_ranks` hold the ranks of `shards`.
+        """
         inputs, outputs = _local_sizes(shards)
         begin, rows = len(self._columns), self._slots * num_experts
         ends = [*(shard.first_row for shard in shards[1:]), outputs]
@@ -137,10 +140,7 @@ class AdapterStacks:
 
 
 def _local_sizes(shards: list[Any]) -> tuple[int, int]:
-    """Return how many of a layer's inputs and outputs belong to this rank.
-
-    The weight may have a different shape, depending on its format.
-    """
+    """Return how many of a layer's inputs and outputs belong to this rank, whatever the shape of the stored weight."""
     first = shards[0].parts[0]
     rows = (len(range(piece.shape[0])[piece.rows]) for shard in shards for piece in shard.parts)
     return len(range(first.shape[1])[first.columns]), sum(rows)

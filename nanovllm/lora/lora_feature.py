@@ -19,8 +19,8 @@ NO_SLOT = -1
 class RequestAdapters(StepFeature):
     """Writes the slots of newly admitted sequences to `AdapterStacks.slots_of_requests`.
 
-    With `enable_lora`, every sequence has this feature. A new sequence may reuse a request index, so it must overwrite
-    the previous adapter's slot. The feature's state for a sequence is the sequence's Adapter, or None.
+    With `enable_lora`, every sequence has this feature. Each new sequence overwrites the slot that an ended sequence
+    with the same request index may have left. The feature's state for a sequence is the sequence's Adapter, or None.
     """
 
     @classmethod

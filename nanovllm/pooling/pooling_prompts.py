@@ -61,10 +61,10 @@ def pairs_of(query: Any, documents: Any) -> list[tuple[str, str]]:
 def pair_prompt(
     processor: InputProcessor, query: str, document: str, instruction: str | None = None, template: str | None = None
 ) -> TokensPrompt:
-    """Return the prompt that scores a document for a query.
+    """Return the prompt for scoring a document against a query.
 
     The text comes from `template`, which contains `{query}`, `{document}` and, if needed, `{instruction}`. Without
-    `template`, a chat template with the roles "query" and "document" makes the text. Without such a chat template,
+    `template`, a chat template with the roles "query" and "document" makes the text. Without a template of either kind,
     RERANKER_TEMPLATE makes the text for RERANKER_FAMILIES. For other checkpoints, the tokenizer joins the query and the
     document.
     """

@@ -1,8 +1,8 @@
 """Implements linear layers with FP8 weights and FP8 activations (W8A8) on GPUs with FP8 units.
 
 A single row is not quantized, because reading the weights limits the speed of the row's matmul. If there are several
-rows, the kernel of the preceding norm or activation quantizes them. If no norm or activation precedes, a separate
-kernel does.
+rows, the kernel of the preceding norm or activation quantizes them. Without a preceding norm or activation, a separate
+kernel quantizes the rows.
 """
 
 from functools import cache

@@ -181,7 +181,10 @@ class PackedWeight:
             self.parameters[name].weight_loader = partial(self._load, field, reader)  # type: ignore[attr-defined]
 
     def move_to(self, packed: Packed) -> None:
-        """Let the parameters and their loaders use the tensors of `packed`, which must have the old tensors' shapes."""
+        """Make the parameters and their loaders use the tensors of `packed`.
+
+        The new tensors must have the old tensors' shapes.
+        """
         self.packed = packed
         for name, field in self._fields().items():
             if (data := getattr(packed, field, None)) is not None:

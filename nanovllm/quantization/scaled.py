@@ -113,8 +113,8 @@ class ScaledWeight:
     `values` is [..., N, K], and `scales` is [..., N / rows, K / columns]. If the checkpoint has no scales, `scales` is
     a tensor, not a parameter.
 
-    `select` takes the arguments of a `weight_loader`. The result is a shard of the checkpoint's weight, and the index
-    of the shard's matrix in the stack. The index is () if there is only one matrix. `select` returns None if the shard
+    `select` takes the arguments of a `weight_loader`. `select` returns a shard of the checkpoint's weight, and the
+    index of the shard's matrix in the stack. The index is () if there is only one matrix. `select` returns None if the shard
     belongs to another rank.
     """
 

@@ -16,8 +16,8 @@ class Stage(Enum):
 class Markers:
     """The markers of a reasoning format, and how a model's vocabulary represents them.
 
-    Most models have a token for each marker. In these models, only a token that contains the whole marker counts as the
-    marker. Several tokens that together spell the marker are part of the reasoning. In models without marker tokens,
+    Most models have a token for each marker. A marker with its own token is found only in tokens that contain the whole
+    marker. Several tokens that together spell such a marker are part of the reasoning. In models without marker tokens,
     any tokens that spell a marker count as the marker.
     """
 

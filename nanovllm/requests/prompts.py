@@ -23,7 +23,7 @@ def as_prompts(prompts) -> list:
 
 
 def as_priorities(priority: Any, num_prompts: int) -> list:
-    """Return the priority of each prompt without checking it. If `priority` is None, all priorities are 0."""
+    """Return the unchecked priority of each prompt. If `priority` is None, all priorities are 0."""
     if priority is None:
         return [0] * num_prompts
     if (priorities := as_list(priority)) is None:

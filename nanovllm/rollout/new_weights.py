@@ -39,9 +39,10 @@ def load_weights(llm: "LLMEngine", weights: Iterable[tuple[str, torch.Tensor]]) 
 
     `weights` yields (name, tensor) pairs as in a checkpoint or in the transformers model's state dict. Tensors must not
     be merged or split over ranks. An engine with 8-bit weights accepts 8-bit values with scales, in the format of its
-    checkpoint. Such an engine also accepts unquantized tensors, and quantizes them. An engine with a 4-bit checkpoint
-    accepts no weights; an engine with `quantization="int4"` accepts unquantized tensors. The caller's thread iterates
-    over `weights`. A generator that creates one tensor at a time therefore needs memory for only one tensor.
+    checkpoint. An engine with 8-bit weights also accepts unquantized tensors, and quantizes them. An engine with a
+    4-bit checkpoint accepts no weights; an engine with `quantization="int4"` accepts unquantized tensors. The caller's
+    thread iterates over `weights`. A generator that creates one tensor at a time therefore needs memory for only one
+    tensor.
 
     Raises UnavailableError if there are requests and the engine is not paused, or if `sleep` has freed the weights. New
     requests raise UnavailableError until this function returns.
@@ -165,8 +166,8 @@ class ModelWeights:
     def own_name(self, name: str) -> str:
         """Return the model's name for a tensor, with `language_model.` added or removed where necessary.
 
-        The names differ if the trainer or the engine has loaded only the language part of a multimodal checkpoint. They
-        also differ if the trainer's model has no head.
+        The names differ if the trainer or the engine has loaded only the language part of a multimodal checkpoint. The
+        names also differ if the trainer's model has no head.
         """
         parts = str(name).split(".language_model.", 1)
         other_name = ".".join(parts) if len(parts) > 1 else str(name).replace("model.", "model.language_model.", 1)

@@ -38,7 +38,7 @@ def error_response(error: ApiError, path: str, **headers: str) -> Response:
 
 
 def has_route(scope: Scope, method: str) -> bool:
-    """Return whether the application has a route for the path of a request, with this method."""
+    """Return whether the application has a route for the request's path with this method."""
     return any(route.matches({**scope, "method": method})[0] is Match.FULL for route in scope["app"].routes)
 
 

@@ -52,7 +52,7 @@ class Pace:
             self.next_pause = PAUSES[0]
 
     def missed(self) -> None:
-        """Record that the sequence waited for its token, but got no drafts."""
+        """Record a step in which the sequence waited for its token but got no drafts."""
         self.misses += 1
         if self.misses == MEMORY // 2:
             self._rest()

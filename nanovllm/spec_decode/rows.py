@@ -99,7 +99,7 @@ def place_chains(
 def slots_of(
     tables: RequestTables, block_size: int, req_indices: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Return the cache slots of positions of requests.
+    """Map positions of requests to cache slots.
 
     `req_indices`, `positions` and the result are int64 tensors of the same shape.
     """

@@ -280,7 +280,7 @@ def _allowed_strings(schema: Any, resource: dict[str, Any]) -> str | dict[str, N
 
 
 def _rules(schema: Any) -> dict[str, Any]:
-    """Return the keywords of a schema that constrain strings, except `type`."""
+    """Return a schema's keywords that constrain strings, except `type`."""
     rules = {name: schema[name] for name in OF_STRINGS if name in schema} if isinstance(schema, dict) else {}
     return {name: value for name, value in rules.items() if not (name == "format" and _is_annotation(value))}
 

@@ -171,7 +171,7 @@ class HostCall(NamedTuple):
 
 
 def allocate(num_bytes: int) -> torch.Tensor:
-    """Return zeros in huge pages, if the host has them. Pinning small pages takes about a second per GiB."""
+    """Return zeros in huge pages, if the host supports huge pages. Pinning small pages takes about a second per GiB."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)

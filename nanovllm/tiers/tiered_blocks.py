@@ -56,15 +56,15 @@ class TieredBlockManager(BlockManager):
     These methods replace methods of an engine's block manager. If a manager stores more than the blocks of
     `Sequence.block_table`, a subclass handles the additional contents.
 
-    **Out.** At the start of each step, the blocks that will be evicted next are stored. Therefore, the copy of a block
-    has usually ended long before its eviction, and the device does not wait. If a step evicts a block whose copy has
-    not ended, the step waits for the copy.
+    **Out.** At the start of each step, the blocks that will be evicted next are stored. The copy of a block has usually
+    ended long before the block's eviction, so the device does not wait. If a step evicts a block whose copy has not
+    ended, the step waits for the copy.
 
     **In.** If the store has blocks of a waiting sequence, the sequence keeps waiting while `fetch` loads these blocks
     into free blocks. Meanwhile, other sequences run, and may overtake the waiting sequence. When the load has ended,
     the loaded blocks are the most recently used cached blocks, and the sequence is admitted with a prefix hit. If the
     sequence does not fit when the load has ended, the loaded blocks may be evicted. The sequence does not load blocks a
-    second time. Therefore, no sequence waits forever.
+    second time, so no sequence waits forever.
     """
 
     connector: Connector
@@ -369,7 +369,7 @@ class TieredWindows(TieredBlockManager, WindowBlockManager):
 
     The hash of a column is `~h`: see CachedBlock.
 
-    Most columns are freed when the window of a running sequence has passed them. Such columns are not stored, because
+    Most columns are freed when the window of a running sequence has passed them. Freed columns are not stored, because
     they could serve only prompts that diverge from the sequence within the next few blocks. Columns are stored at the
     end of a prompt, at the end of a sequence, and at the end of a prefix that a second prompt shares.
     """

@@ -1,4 +1,4 @@
-"""Reads the sizes of the vision tower, and how the text model reads images, from a checkpoint's files."""
+"""Reads the vision tower's sizes and the text model's image settings from a checkpoint's files."""
 
 from dataclasses import dataclass, replace
 from math import isqrt

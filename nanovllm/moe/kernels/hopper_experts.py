@@ -1,4 +1,4 @@
-"""The second GEMM of moe_gemm.py (after the activation) on Hopper, for many rows in 16 bits.
+"""The Hopper kernel for the second GEMM of moe_gemm.py (after the activation), for many 16-bit rows.
 
 The kernel is written in Gluon. Two warpgroups multiply, one warp loads, two warps store, and one warp looks up tiles.
 
@@ -202,9 +202,9 @@ def _down_kernel(
 def experts_down(
     x: torch.Tensor, weight: torch.Tensor, rows: ExpertRows, routing: Routing, out: torch.Tensor
 ) -> torch.Tensor:
-    """Multiply each row of x [rows, K] by its expert's weight and its routing weight: `out` [top_k, T, N].
+    """Multiply each row of x [rows, K] by its expert's weight and its routing weight.
 
-    `weight` is [experts, N, K], and N is a multiple of 256. The size of a row of x or `weight` is a multiple of 16
+    The results are stored in `out` [top_k, T, N]. `weight` is [experts, N, K], and N is a multiple of 256. The size of a row of x or `weight` is a multiple of 16
     bytes. The tiles of `rows` have 128 rows.
     """
     (num_tokens, top_k), (n, k) = routing.weights.shape, weight.shape[1:]

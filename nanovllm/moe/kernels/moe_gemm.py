@@ -47,7 +47,7 @@ def choose_tile_m(num_pairs: int, num_experts: int, is_scaled: bool = False) -> 
 
 @triton.jit
 def add_bias(y, bias_ptr, row, is_row):
-    """Add the bias, if there is one, to y [tile_n, tile_m]. y starts at output `row`."""
+    """Add the bias, if there is one, to y [tile_n, tile_m], which contains the outputs `row` [tile_n]."""
     if bias_ptr is not None:
         y += tl.load(bias_ptr + row, is_row, 0.0).to(tl.float32)[:, None]
     return y
@@ -190,9 +190,9 @@ def moe_gemm(
 
     Return `out` [top_k, T, hidden], to be summed over the first dimension. Results of other ranks' experts are not
     written. `gate_up` is [experts, 2 * size, hidden], and `down` is [experts, hidden, size]. All tensors are
-    contiguous, and the size of a row is a multiple of 16 bytes. 8-bit weights [experts, N, K] have scales [experts, N /
-    block rows, K / block columns]. A block has at least 32 columns. With `quantize`, activations are quantized to e4m3.
-    `biases` are [experts, 2 * size] and [experts, hidden].
+    contiguous, and the size of a row is a multiple of 16 bytes. Scales of 8-bit weights [experts, N, K] are [experts, N
+    / block rows, K / block columns]. A block has at least 32 columns. With `quantize`, activations are quantized to
+    e4m3. `biases` are [experts, 2 * size] and [experts, hidden].
     """
     is_scaled = isinstance(down, tuple)
     num_local, hidden, size = (down[0] if is_scaled else down).shape

@@ -121,7 +121,7 @@ def _scales_of_parts(scale_ptr, begin, k, SHAPE: tl.constexpr):
 def _load_parts(ptr, k, is_row, SHAPE: tl.constexpr, TILE_K: tl.constexpr):
     """Load columns `k` [parts, LANE] of weights from pointers [rows, parts, LANE].
 
-    `is_row` [rows] is True for rows that exist. The other rows are filled with 0.
+    `is_row` [rows] is True for rows that exist, and all other rows are filled with 0.
     """
     inside = is_row[:, None, None]
     if SHAPE.k % TILE_K > 0:

@@ -39,7 +39,7 @@ class ExpertRows(NamedTuple):
 def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Compute x W^T for x [T, K] and the router's weight W [experts, K]. Return summands [split_k, T, experts].
 
-    The result is float32 on Hopper, so that experts rarely have equal logits. On other GPUs, it has the dtype of x.
+    The result is float32 on Hopper, so that experts rarely have equal logits. Other GPUs return the dtype of x.
     """
     num_experts, k = weight.shape
     if not has_tma(x.device) or x.dtype == torch.float32 or k % 8:
@@ -141,10 +141,10 @@ def route(
 
     The softmax covers all experts that are not shared. `logits` [split_k, T, experts] contains summands, to be added
     over the first dimension. T must be positive. `bias` [experts] is added to the sum. Only models without shared
-    experts have a `bias`. With `renormalize`, the weights of the chosen experts add up to 1. At the end, weights are
-    multiplied by the `factors` [experts]. Of experts with equal logits, the expert with the lowest id comes first.
+    experts have a `bias`. With `renormalize`, the weights of the chosen experts add up to 1. Finally, the weights are
+    multiplied by `factors` [experts]. Of experts with equal logits, the expert with the lowest id comes first.
     `torch.topk` defines no order for equal logits. Tokens with a negative slot are padding. Padding gets the experts of
-    the first token, so that no additional weights are read. Shared experts have the last ids. Their weights are the
+    the first token, so that no additional weights are read. Shared experts have the last ids, and their weights are the
     sigmoids of their logits.
     """
     split_k, num_tokens, num_logits = logits.shape

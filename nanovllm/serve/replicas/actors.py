@@ -41,7 +41,7 @@ def connect() -> bool:
 
 
 def disconnect() -> None:
-    """Stop the cluster that `connect` started, or leave the cluster that it joined."""
+    """Stop the cluster that `connect` started, or leave the cluster that `connect` joined."""
     ray.shutdown()
 
 
