@@ -114,8 +114,8 @@ class ScaledWeight:
     a tensor, not a parameter.
 
     `select` takes the arguments of a `weight_loader`. `select` returns a shard of the checkpoint's weight, and the
-    index of the shard's matrix in the stack. The index is () if there is only one matrix. `select` returns None if the shard
-    belongs to another rank.
+    index of the shard's matrix in the stack. The index is () if there is only one matrix. `select` returns None if the
+    shard belongs to another rank.
     """
 
     def __init__(

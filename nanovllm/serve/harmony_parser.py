@@ -46,8 +46,9 @@ class HarmonyParser:
     ) -> tuple[str, str | list[Part]]:
         """Return the new reasoning and the new content.
 
-        Text that may be part of a control such as `<|start|>` is held back. With `finds_calls`, the content is a list of texts and complete calls, so that no text is mistaken for a call.
-        If the arguments of a call are not a JSON object, the call becomes a text.
+        Text that may be part of a control such as `<|start|>` is held back. With `finds_calls`, the content is a list
+        of texts and complete calls, so that no text is mistaken for a call. If the arguments of a call are not a JSON
+        object, the call becomes a text.
 
         token_ids: all new token ids, even if their text comes later; `None` if unknown.
         """

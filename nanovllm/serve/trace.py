@@ -286,7 +286,10 @@ class StepRecorder:
         return name
 
     def _has_missed(self, step: ScheduledStep) -> bool:
-        """Return whether a sequence started and ended between two frames, because it may have evicted blocks unnoticed."""
+        """Return whether a sequence started and ended between two frames.
+
+        A missed sequence may have evicted blocks unnoticed.
+        """
         seqs = chain((seq for seq, _, _ in step.chunks), step.sampled_seqs[step.num_decodes :])
         return any(seq not in self._tables and seq not in self._just_released for seq in seqs)
 

@@ -204,8 +204,8 @@ def experts_down(
 ) -> torch.Tensor:
     """Multiply each row of x [rows, K] by its expert's weight and its routing weight.
 
-    The results are stored in `out` [top_k, T, N]. `weight` is [experts, N, K], and N is a multiple of 256. The size of a row of x or `weight` is a multiple of 16
-    bytes. The tiles of `rows` have 128 rows.
+    The results are stored in `out` [top_k, T, N]. `weight` is [experts, N, K], and N is a multiple of 256. The size of
+    a row of x or `weight` is a multiple of 16 bytes. The tiles of `rows` have 128 rows.
     """
     (num_tokens, top_k), (n, k) = routing.weights.shape, weight.shape[1:]
     num_tiles, num_blocks = len(rows.table), n // COLUMNS.value

@@ -117,7 +117,8 @@ def scaled_gemv(
     are narrower than K, the sides of a block are powers of two.
 
     With `act`, W is [2N, K], bias is [2N], and the result is the gated activation of all outputs. No block may contain
-    rows of both halves of W. If `split_k` > 1, return summands [split_k, 1, N] of x W^T, without `act` and `bias`. `out` [split_k, 1, N] receives the result.
+    rows of both halves of W. If `split_k` > 1, return summands [split_k, 1, N] of x W^T, without `act` and `bias`.
+    `out` [split_k, 1, N] receives the result.
     """
     assert split_k == 1 or (act is None and bias is None)
     matrices, (values, scales) = 2 if act else 1, weight
