@@ -8,7 +8,7 @@ As in vLLM, logits are edited in this order:
 4. features that users registered
 5. temperature, min-p, top-k, top-p
 
-Edits 1 to 3 are in features/logit_edits.py. By default, log-probabilities are computed from the unedited logits.
+features/logit_edits.py implements edits 1 to 3. By default, log-probabilities are computed from the unedited logits.
 
 With several ranks, each rank draws a token from its part of the vocabulary, and the draw with the highest score wins.
 Only min-p, top-k and top-p need complete rows of logits.

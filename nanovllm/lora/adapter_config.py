@@ -114,7 +114,7 @@ class AdapterConfig:
 def matches(patterns: str | tuple[str, ...], module: str) -> bool:
     """Return whether PEFT would match `module`.
 
-    `patterns` is a regular expression for the whole name, or a tuple of endings of names.
+    `patterns` is a regular expression for the whole name, or a tuple of name endings.
     """
     if isinstance(patterns, str):
         return re.fullmatch(patterns, module) is not None

@@ -33,7 +33,7 @@ class ExpertsShape(NamedTuple):
     alternates: bool  # whether outputs of gate and up alternate in the stacked parameter
 
     def of_expert(self, projection: str) -> tuple[int, int]:
-        """Return (inputs, outputs) of a projection of an expert."""
+        """Return (inputs, outputs) of an expert's projection."""
         sizes = self.hidden_size, self.size
         return sizes[::-1] if projection == "down_proj" else sizes
 

@@ -2,8 +2,8 @@
 
 For each token and head, the key has a scale, and the value has a scale. A scale depends only on its key or value, so
 the cache needs no calibration. The quantization of a token does not depend on other tokens, on chunks of the prompt, or
-on the number of ranks. Attention always reads the cache, even in the step that stores a token. So a prefix hit, a
-preemption or a copy of blocks does not change an answer.
+on the number of ranks. Attention always reads the cache, even in the step that stores a token. A prefix hit, a
+preemption or a copy of blocks therefore does not change an answer.
 
 With heads of dimension 128, a key, its value and their scales (`kernels/e4m3.py`) take 260 bytes, compared
 with 512 bytes in bfloat16.

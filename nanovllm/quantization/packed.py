@@ -55,7 +55,7 @@ class PackedScheme:
     tensors: (name, field of Packed, reader) of each tensor in the checkpoint. `name` is the end of the tensor's name.
     For the field `words`, `reader` converts the tensor of a whole weight to codes [N, K]. For other fields, `reader`
     converts the tensor to the field's shape. The field "contiguous" stands for a tensor of group ids that must be in
-    order. Without tensors, 16-bit weights are quantized while they are loaded.
+    order. If `tensors` is empty, 16-bit weights are quantized while they are loaded.
     """
 
     codes: str

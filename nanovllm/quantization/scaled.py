@@ -149,7 +149,7 @@ class ScaledWeight:
     def must_quantize(self, weight) -> bool:
         """Return whether a weight has no scales.
 
-        Such a weight may be random, or come from a trainer or an unquantized file.
+        A weight without scales may be random, or come from a trainer or an unquantized file.
         """
         return callable(weight) or isinstance(weight, torch.Tensor) or self.scheme.scale_name is None
 

@@ -7,7 +7,8 @@ with `<|start|>assistant`, so an answer begins within a header. The header names
     <|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
 
 The channel `analysis` is reasoning, `final` is the answer, and `commentary` is a call or the text before calls. Models
-sometimes call functions in `analysis`, or omit the end of a message. In that case, `<|start|>` ends the message.
+sometimes call functions in `analysis`, or omit the end of a message. If the end of a message is missing, `<|start|>`
+ends the message.
 """
 
 import re

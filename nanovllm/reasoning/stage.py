@@ -16,9 +16,9 @@ class Stage(Enum):
 class Markers:
     """The markers of a reasoning format, and how a model's vocabulary represents them.
 
-    Most models have a token for each marker. A marker with its own token is found only in tokens that contain the whole
-    marker. Several tokens that together spell such a marker are part of the reasoning. In models without marker tokens,
-    any tokens that spell a marker count as the marker.
+    Most models have a token for each marker, and only tokens that contain a whole marker count as the marker. Several
+    tokens that together spell the marker are then part of the reasoning. In models without marker tokens, any tokens
+    that spell a marker count as the marker.
     """
 
     def __init__(self, form: ReasoningFormat, tokenizer: Any, token_bytes: Mapping[int, bytes]):

@@ -17,7 +17,7 @@ BETWEEN = "\n\n"  # is put between two messages of the same kind
 class HarmonyParser:
     """Splits the text of one answer into reasoning, content and calls.
 
-    A *control* is a text such as `<|start|>`. The token ids show whether it is a special token, or is spelled by
+    A *control* is a text such as `<|start|>`. The token ids show whether a control is a special token or is spelled by
     ordinary tokens.
     """
 

@@ -37,7 +37,7 @@ class ToolParser:
     def feed(self, text: str, is_last: bool = False) -> list[Part]:
         """Append `text` to the held text, and return the content and the complete calls in the held text.
 
-        With `is_last`, no text remains held.
+        With `is_last`, no text is held back.
         """
         return [text] if text else []
 
@@ -484,7 +484,7 @@ def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
 def length_before(tag: str, text: str, is_last: bool) -> int:
     """Return how many characters precede `tag` in `text`.
 
-    Unless `is_last`, an incomplete `tag` at the end of `text` counts too.
+    Unless `is_last` is set, an incomplete `tag` at the end of `text` counts as `tag`.
     """
     if (begin := text.find(tag)) >= 0 or is_last:
         return begin if begin >= 0 else len(text)

@@ -35,8 +35,8 @@ class LoopTurns:
     """Admits a few tasks in each iteration of the event loop, in order of arrival.
 
     An iteration admits between `least` and `most` tasks: as many as fit into half the duration of the previous
-    iteration, if each task takes `seconds`. If the number were fixed, tasks would wait too long when other work makes
-    iterations long.
+    iteration, if each task takes `seconds`. If the number of admitted tasks were fixed, tasks would wait too long when
+    other work makes iterations long.
     """
 
     def __init__(self, least: int, most: int = 0, seconds: float = 1.0):

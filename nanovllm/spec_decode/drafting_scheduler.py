@@ -106,7 +106,7 @@ class DraftingScheduler(Scheduler):
         return changed
 
     def _account(self, step: ScheduledStep, num_tokens: float) -> None:
-        """Add to `lost` the loss of a step that generated `num_tokens` tokens per sequence on average.
+        """Add the loss of a step to `lost`. The step generated `num_tokens` tokens per sequence on average.
 
         Losses are measured in units of a step without drafts.
         """

@@ -1,4 +1,4 @@
-"""Drafts by prompt lookup, which copies the tokens that followed an earlier occurrence of a sequence's last tokens.
+"""Drafts by prompt lookup: finds an earlier occurrence of a sequence's last tokens, and copies the tokens after it.
 
 Source: Saxena, "Prompt lookup decoding" (2023).
 """

@@ -29,7 +29,7 @@ def rows_of_drafts(k: int, req_indices: Any, num_reserved: Any, lengths: Any, la
 def accept_drafts(
     req_indices: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, tables: RequestTables
 ) -> torch.Tensor:
-    """Return how many of its k sampled tokens each sequence gets, [S] int32.
+    """Return the number of sampled tokens that each sequence gets: [S] int32, at most k.
 
     A draft is accepted if it and all earlier drafts equal the tokens sampled at their positions. A row at the same
     position as the previous row contains no draft. The tables receive each sequence's new length and last token.

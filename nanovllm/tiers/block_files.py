@@ -33,7 +33,10 @@ class BlockFiles:
     """
 
     def __init__(self, folder: Path, max_bytes: int):
-        """`max_bytes` limits the total size of the files. Files of earlier engines are used, and count too."""
+        """`max_bytes` limits the total size of the files.
+
+        Files of earlier engines are used, and count toward this limit.
+        """
         self.folder, self.max_bytes = folder, max_bytes
         for file in folder.glob("*.tmp"):  # an engine may have ended early, or may write this file now
             with suppress(FileNotFoundError):
@@ -70,7 +73,7 @@ class BlockFiles:
     def write(self, block_hash: int, token_ids: list[int], rows: list[np.ndarray]) -> int:
         """Write a file, and return its size in bytes. Raises OSError.
 
-        The file gets its name when it is complete, so that a process that ends early leaves no torn file.
+        The file gets its name when it is complete, so that a process that ends early leaves no incomplete file.
         """
         parts = [packed_ids(token_ids), *rows]
         checksum = _checksum(parts)

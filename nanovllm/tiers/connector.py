@@ -12,8 +12,8 @@ class CachedBlock(NamedTuple):
     number of this engine. Contents with equal hashes need not have equal token ids.
 
     If a model has states or window tables, the prefix cache may store two contents for the same tokens. The block in
-    `Sequence.block_table` has hash `h`. The snapshot of the state, or the blocks of the window tables, have hash `~h`.
-    Each of the two contents may be stored without the other.
+    `Sequence.block_table` has hash `h`. The other contents (a snapshot of the state, or blocks of the window tables)
+    have hash `~h`. Each of the two contents may be stored without the other.
     """
 
     block_hash: int

@@ -65,9 +65,9 @@ class DiskTier(HostTier):
     from a file is read into host memory, and is copied from there to the device. Host memory keeps the rows of a block
     until threads no longer use them.
 
-    The hashes of blocks contain a random number. This number is stored in the folder, so that a later engine with the
-    same weights computes equal hashes. If the prefix cache is cleared, the weights may have changed. The engine then
-    stops using the folder, and leaves the files as they are.
+    The hashes of blocks contain a random number. The random number is stored in the folder, so that a later engine with
+    the same weights computes equal hashes. If the prefix cache is cleared, the weights may have changed. The engine
+    then stops using the folder, and leaves the files as they are.
     """
 
     def __init__(self, engine: Engine, num_rows: int):

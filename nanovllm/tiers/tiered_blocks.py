@@ -462,7 +462,7 @@ class TieredWindows(TieredBlockManager, WindowBlockManager):
 
 
 class TieredQueue(WaitingQueue):
-    """A waiting queue. Its method `first` begins loads, and skips sequences whose blocks are being loaded."""
+    """A waiting queue. The method `first` begins loads, and skips sequences whose blocks are being loaded."""
 
     def __init__(self, scheduler: "Scheduler", make_queue: Callable[[], WaitingQueue]):
         """`make_queue` makes the queue for sequences that wait for no load."""

@@ -93,7 +93,7 @@ def check_shape(weight, shape: tuple[int, ...]):
 
 
 class Shard(NamedTuple):
-    """Locates a rank's part of a checkpoint weight, in the checkpoint weight and in the rank's parameter."""
+    """Locates a rank's part of a weight, both in the checkpoint and in the rank's parameter."""
 
     shape: tuple[int, ...]  # of the checkpoint weight
     rows: slice = slice(None)  # of the checkpoint weight

@@ -47,8 +47,8 @@ class SharedExpertMoE(MoE):
     """A mixture of experts, and a shared expert that every token uses.
 
     A shared expert with the shape and the weight format of the other experts is the last expert in the stacked weights.
-    The router's weight then includes the shared expert's gate. The shared expert's parameters are then views of the
-    stacked weights, and loading fills the views. With expert parallelism or adapters, nothing is stacked.
+    The router's weight then also contains the shared expert's gate. The shared expert's parameters are then views of
+    the stacked weights, and loading fills the views. With expert parallelism or adapters, nothing is stacked.
     """
 
     def __init__(self, config: ModelConfig, layer_index: int):

@@ -52,7 +52,7 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _load_logits(ptr, is_inside, part_size, SPLIT_K: tl.constexpr):
-    """Load the logits by adding SPLIT_K summands each."""
+    """Load the logits, adding up the SPLIT_K summands of each."""
     logits = tl.load(ptr, is_inside, float("-inf")).to(tl.float32)
     for part in tl.static_range(1, SPLIT_K):
         logits += tl.load(ptr + part * part_size, is_inside, 0.0).to(tl.float32)
@@ -73,7 +73,7 @@ class RouteSizes(NamedTuple):
 def _route_kernel(logits_ptr, terms, slot_mapping_ptr, out_ptrs, num_tokens, SIZES: tl.constexpr, PDL: tl.constexpr):
     """In each program, route `block_t` tokens.
 
-    NaN and columns without an expert count as -inf, so ids are always valid.
+    NaN logits and columns that belong to no expert are treated as -inf, so ids are always valid.
     """
     bias_ptr, factors_ptr = terms
     weights_ptr, ids_ptr = out_ptrs

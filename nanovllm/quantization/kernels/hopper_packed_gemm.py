@@ -211,7 +211,7 @@ def _multiply(out_ptr, rings, sharing, w_ptrs, at, sizes, G: gl.constexpr, PLAN:
 
 @gluon.jit
 def allocate(words_tiles, x_tiles, PLAN: gl.constexpr):
-    """Return (rings of buffers with barriers, shared memory for the sums of warpgroups with the same rows)."""
+    """Return the rings of buffers with their barriers, and the shared memory for sums of warpgroups that share rows."""
     STAGES: gl.constexpr = PLAN.stages
     gl.static_assert(STAGES % PLAN.k_groups == 0)  # see `multiply_blocks`
     ROW_GROUPS: gl.constexpr = PLAN.row_groups

@@ -54,7 +54,10 @@ class Replica:
         self._engine_thread.watch(self._collectors[OutputKind.DELTA])
 
     def submit(self, data: bytes) -> None:
-        """Queue requests that the driver has checked. An error is reported, and affects only one request."""
+        """Queue requests that the driver has checked.
+
+        An error in a request is reported, and affects only that request.
+        """
         try:
             self._submit(decode_requests(data))
         except Exception as error:  # the driver ignores the result of this call, so `reports` raises the error

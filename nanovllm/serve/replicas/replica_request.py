@@ -71,7 +71,7 @@ class ReplicaRequest(AsyncRequest):
 
     @property
     def order(self) -> tuple:
-        """The request's unique sort key in the scheduling order, lowest first."""
+        """The request's unique sort key: the request with the lowest key is scheduled first."""
         return self.request.group[0].order
 
     @property

@@ -27,7 +27,7 @@ class Router(Protocol):
         ...
 
     def forget(self, replica: int) -> None:
-        """Record that the replica was lost. Its cache is then empty."""
+        """Record that the replica was lost and its cache is empty."""
         ...
 
 
