@@ -50,7 +50,7 @@ class Attention(nn.Module):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Map q [T, num_heads, head_dim] and k and v [T, num_kv_heads, head_dim] to [T, num_heads * head_dim].
 
-        Store the keys and values first, because attention reads all keys and values from the cache.
+        Keys and values are stored first, because attention reads only the cache.
         """
         context = get_context().of_table(self.table)
         store_kvcache(k, v, self.cache, context.slot_mapping)

@@ -23,9 +23,9 @@ class SuffixAutomaton:
     Building the index takes time and memory linear in the length of the texts.
 
     A state stands for all contexts that end at the same positions. `lengths[s]` is the length of the longest context of
-    state s. `links[s]` is the suffix link of state s: the state of its longest suffix that also ends at other
-    positions. `next[s]` maps a token to the state of the contexts followed by this token. `counts[s]` is the
-    approximate number of occurrences.
+    state s. `links[s]`, the suffix link of state s, is the state of the longest suffix that does not belong to s
+    itself. `next[s]` maps a token to the state of the contexts followed by this token. `counts[s]` is the approximate
+    number of occurrences.
     """
 
     def __init__(self) -> None:
