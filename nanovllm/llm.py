@@ -84,7 +84,10 @@ class LLM(LLMEngine):
         self._adapters().add(lora_request)
 
     def remove_lora(self, lora_int_id: int) -> bool:
-        """Stop keeping an adapter in host memory, and return whether it was kept. Requests that use it still finish."""
+        """Undo `add_lora`, and return whether the adapter had been added.
+
+        Requests that use the adapter still finish.
+        """
         return self._adapters().remove(lora_int_id)
 
     def _adapters(self) -> Any:

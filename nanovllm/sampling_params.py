@@ -31,7 +31,7 @@ class SamplingParams:
         results may still depend on it. By default, or with -1, the seed is derived from the engine's seed, or random if
         the engine has no seed.
     n: the number of answers. The prompt is computed only once.
-    min_tokens: until the answer has this many tokens, nothing but `max_tokens` can end the answer.
+    min_tokens: until the answer has this many tokens, only `max_tokens` can end the answer.
     stop: strings that end the answer. The text is cut in front of the string.
     stop_token_ids: at most 128 ids that end the answer like end-of-sequence ids. The text is cut in front of the stop
         token.

@@ -14,7 +14,7 @@ from nanovllm.utils.context import get_context
 def store_kvcache(k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
     """Write keys and values [T, kv_heads, head_dim] to their cache slots [T].
 
-    No slot may be -1. Only kernels accept -1, the slot of padding, and store nothing there.
+    Slots must not be negative. Device kernels also accept slot -1 for padding, and store nothing there.
     """
     cache.store_kvcache(slot_mapping.long(), k, v)
 
@@ -50,7 +50,7 @@ class Attention(nn.Module):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Map q [T, num_heads, head_dim] and k and v [T, num_kv_heads, head_dim] to [T, num_heads * head_dim].
 
-        Store keys and values first, because attention reads all of them from the cache.
+        Keys and values are stored first, because attention reads only the cache.
         """
         context = get_context().of_table(self.table)
         store_kvcache(k, v, self.cache, context.slot_mapping)

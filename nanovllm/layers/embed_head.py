@@ -16,8 +16,8 @@ def embed_shard(
 ) -> torch.Tensor:
     """Look up embeddings [T, N] in a shard [n, N] of the weight. The shard's first row belongs to token `first_id`.
 
-    Ids outside the shard get zeros. A device's kernel writes the result to `out` [1, T, N], if given. This definition
-    ignores `out`.
+    Ids outside the shard get zeros. A device's kernel writes the result to `out` [1, T, N], if given. The PyTorch
+    definition ignores `out`.
     """
     local_ids = token_ids - first_id
     is_local = (local_ids >= 0) & (local_ids < len(weight))
@@ -47,7 +47,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ScaledEmbedding(VocabParallelEmbedding):
-    """Multiplies the embeddings of an existing layer by a factor. The two layers share the weight."""
+    """Multiplies the embeddings of an existing layer by a factor. The two layers share one weight."""
 
     def __init__(self, embedding: VocabParallelEmbedding, factor: float):
         nn.Module.__init__(self)  # the base class would allocate another weight

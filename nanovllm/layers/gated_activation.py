@@ -22,7 +22,7 @@ class GeluAndMul(nn.Module):
 
 @operation
 def gated_activation(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Map the concatenation of gate and up [T, 2n] to [T, n]: see Activation."""
+    """Apply the gated activation to concatenated gate and up projections: [T, 2n] -> [T, n]."""
     (gate, up), (alpha, cubic, shift, limit) = x.chunk(2, -1), activation
     if limit:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)

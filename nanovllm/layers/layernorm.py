@@ -44,7 +44,10 @@ def add_and_norm(norm: nn.Module, x: torch.Tensor, residual: torch.Tensor | None
 
 
 class ZeroCenteredRMSNorm(RMSNorm):
-    """RMSNorm for checkpoints that store `weight - 1`. The weight is float32, because 16 bits are too coarse near 1."""
+    """RMSNorm for checkpoints that store `weight - 1`.
+
+    The weight is float32, because 16-bit values are too coarse near 1.
+    """
 
     def __init__(self, hidden_size: int, eps: float = 1e-6):
         super().__init__(hidden_size, eps)

@@ -1,4 +1,4 @@
-"""Linear layers, replicated or split over ranks by output (column-parallel) or input (row-parallel) features."""
+"""Linear layers: replicated, or split over ranks by outputs (column-parallel) or inputs (row-parallel)."""
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 def _padded_rows(num_rows: int) -> int:
     """Round 65 to 128 rows up to multiples of 8, 129 to 256 rows to multiples of 16, and so on.
 
-    The step is at most 256.
+    Above 2,048 rows, round up to multiples of 256.
     """
     step = 1 if num_rows <= 64 else min(256, 1 << ((num_rows - 1).bit_length() - 4))
     return -(-num_rows // step) * step
@@ -80,7 +80,7 @@ class MergedColumnParallelLinear(LinearBase):
         bias: bool = False,
         divisions: list[TensorParallel] | None = None,
     ):
-        """divisions: how each layer is split over ranks, by default over all ranks."""
+        """divisions: how each layer is split over ranks. By default, each layer is split over all ranks."""
         self.input_size, self.output_sizes = input_size, output_sizes
         self.divisions = divisions or [get_construction().tp] * len(output_sizes)
         pairs = zip(self.divisions, output_sizes)

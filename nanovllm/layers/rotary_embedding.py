@@ -23,7 +23,7 @@ class RotaryEmbedding(nn.Module):
     """
 
     def __init__(self, inv_freq: tuple[float, ...], scale: float, max_position: int):
-        """`scale` multiplies the cosines and sines. `scale` is 1 except with YaRN and LongRoPE."""
+        """`scale` multiplies the cosines and sines. Only YaRN and LongRoPE use a `scale` other than 1."""
         super().__init__()
         positions = torch.arange(max_position, dtype=torch.float32)
         angles = torch.outer(positions, torch.tensor(inv_freq, dtype=torch.float32))
@@ -46,8 +46,8 @@ def get_rope(
 ) -> RotaryEmbedding:
     """Make a RotaryEmbedding for the first `rotary_dim` elements of each head.
 
-    `rope_scaling` is the `rope_scaling` entry in config.json: a "rope_type" and its parameters. Raises ValueError if
-    the entry is invalid.
+    `rope_scaling` is the config.json entry of that name: a "rope_type" and its parameters. Raises ValueError if the
+    entry is invalid.
     """
     if not 0 < rotary_dim <= head_size or rotary_dim % 2:
         raise ValueError(f"rotary_dim={rotary_dim}: must be even, and at most head_size={head_size}")

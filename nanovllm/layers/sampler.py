@@ -8,10 +8,10 @@ As in vLLM, logits are edited in this order:
 4. features that users registered
 5. temperature, min-p, top-k, top-p
 
-Edits 1 to 3 are in features/logit_edits.py. By default, log-probabilities are computed from the unedited logits.
+features/logit_edits.py implements edits 1 to 3. By default, log-probabilities are computed from the unedited logits.
 
-With several ranks, each rank draws a token from the logits of its range of the vocabulary, and the best draw wins. Only
-min-p, top-k and top-p need complete rows of logits.
+With several ranks, each rank draws a token from its part of the vocabulary, and the draw with the highest score wins.
+Only min-p, top-k and top-p need complete rows of logits.
 """
 
 from typing import NamedTuple
@@ -28,8 +28,8 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 class Sampler(nn.Module):
     """Samples with Gumbel noise: `argmax(logits / temperature + noise)` is a draw from `softmax(logits / temperature)`.
 
-    A draw needs no sum over the vocabulary and no generator, and the noise does not depend on the batch. Temperature 0
-    means greedy sampling.
+    A draw needs neither a sum over the vocabulary nor a random generator. The noise does not depend on the batch.
+    Temperature 0 means greedy sampling.
     """
 
     def __init__(self, tp: TensorParallel = TensorParallel(), first_id: int = 0):
@@ -46,10 +46,9 @@ class Sampler(nn.Module):
     ) -> torch.Tensor:
         """Draw token ids [S] int32 from logits [S, shard]. Column 0 belongs to token `first_id`.
 
-        temperatures: [S] float32.
-        seeds: [S, 2] int32; by default, PyTorch's generator draws the seeds.
-        positions: [S] int32.
-        cutoffs: [S] int64, from `logit_cutoffs`. A token whose key is below its row's cutoff is not drawn.
+        `temperatures` [S] is float32, and `positions` [S] is int32. `cutoffs` [S] is int64, and comes from
+        `logit_cutoffs`. `seeds` [S, 2] is int32. By default, PyTorch's generator draws the seeds. A token whose key is
+        below its row's cutoff is not drawn.
         """
         if seeds is None:
             seeds = torch.randint(-(2**31), 2**31, (len(logits), 2), dtype=torch.int32, device=logits.device)
@@ -112,9 +111,9 @@ def philox(counter: tuple, key: tuple, rounds: int = PHILOX_ROUNDS) -> tuple[tor
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, quads: torch.Tensor) -> torch.Tensor:
     """Return standard Gumbel noise [N, 4] float32.
 
-    A quad in `quads` [N] stands for the ids 4 * quad to 4 * quad + 3. Noise depends only on the seed, the position and
-    the token id. Philox's key is the seed, and its counter is (token id // 4, position, 0, 0). Output word number
-    (token id % 4) becomes the noise.
+    Each number `q` in `quads` [N] stands for the token ids 4 * q to 4 * q + 3. Noise depends only on the seed, the
+    position and the token id. Philox's key is the seed, and its counter is (token id // 4, position, 0, 0). The noise
+    of a token comes from output word `token id % 4`.
     """
     zero = torch.zeros_like(quads)
     words = philox((quads, positions.long(), zero, zero), (seeds.long() & _WORD).unbind(-1))
@@ -128,7 +127,7 @@ def add_noise(
 ) -> torch.Tensor:
     """Add noise to the scores [S, n] of the tokens that can win. Column 0 belongs to token `first_id`.
 
-    Noise is between -2.9 and 22.9, so most tokens are too far below the best token to win. Greedy rows get no noise.
+    Noise is between -2.9 and 22.9, so a token more than 26 below the best score can't win. Greedy rows get no noise.
     """
     num_before = first_id % 4
     padding = num_before, -(num_before + scores.shape[1]) % 4
@@ -144,7 +143,7 @@ def add_noise(
 
 
 def token_keys(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Return int64 keys that order tokens by their float32 logits, and by descending id among equal logits.
+    """Return int64 keys that sort tokens by float32 logit, and tokens with equal logits by descending id.
 
     The high word of a key orders tokens by logit. The low word is `~token_id`.
     """
@@ -161,8 +160,8 @@ KEEPS_ALL = token_keys(*_LEAST_LIKELY).item()  # no token's key is below this cu
 class SamplingRows(NamedTuple):
     """The rows of the S sequences that get a token in this step.
 
-    Token ids are cached in the same blocks as keys and values, so penalties find the ids of a cached prefix, too. If a
-    sequence is recomputed, its ids are written again.
+    Token ids are cached in the same blocks as keys and values, so penalties also count the tokens of a cached prefix.
+    If a sequence is recomputed, its token ids are written again.
     """
 
     params: torch.Tensor  # [S, WIDTH] int32
@@ -173,18 +172,17 @@ class SamplingRows(NamedTuple):
     num_finished_programs: torch.Tensor  # [S or more] int32, a kernel's scratch: zeros before and after the kernel
 
     def column(self, name: str) -> torch.Tensor:
-        """Return each row's value of a parameter as [S], in float32 unless the parameter is declared as an integer."""
+        """Return a parameter's value for each row: [S], in float32 unless the parameter is declared as an integer."""
         return column(self.params, name)
 
 
 @operation
 def logit_cutoffs(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Return each row's cutoff [S] int64: the smallest of the `token_keys` that min-p, top-k and top-p keep.
+    """Return each row's cutoff [S] int64: the smallest key (see `token_keys`) that passes min-p, top-k and top-p.
 
-    Tokens are filtered in descending order of their keys. First min-p keeps the tokens that are likely enough,
-    and top-k keeps the first k of these. Then the probabilities of the kept tokens are renormalized, and top-p keeps
-    the first tokens until the sum of their probabilities reaches `top_p`. Greedy rows and rows without filters get
-    KEEPS_ALL.
+    Tokens are filtered in descending order of their keys. First, min-p drops unlikely tokens, and top-k keeps the first
+    k of the rest. Then top-p renormalizes the probabilities, and keeps tokens until their sum reaches `top_p`. Greedy
+    rows and rows without filters get KEEPS_ALL.
     """
     out = torch.full((len(logits),), KEEPS_ALL, dtype=torch.int64, device=logits.device)
     if not (rows.params[:, FILTERS] != _NO_FILTERS.to(logits.device)).any():

@@ -106,20 +106,23 @@ class AdapterConfig:
         return rank
 
     def scale_of(self, module: str) -> float:
-        """Return the scale of B A: alpha / rank, or alpha / sqrt(rank) with `use_rslora` (arXiv:2312.03732)."""
+        """Return the factor of B A: alpha / rank, or alpha / sqrt(rank) with `use_rslora` (arXiv:2312.03732)."""
         rank = self.rank_of(module)
         return _find(self.alpha_pattern, module, self.alpha) / (sqrt(rank) if self.use_rslora else rank)
 
 
 def matches(patterns: str | tuple[str, ...], module: str) -> bool:
-    """Return whether PEFT would match `module`. A string is a regular expression, a tuple lists ends of names."""
+    """Return whether PEFT would match `module`.
+
+    `patterns` is a regular expression for the whole name, or a tuple of name endings.
+    """
     if isinstance(patterns, str):
         return re.fullmatch(patterns, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in patterns)
 
 
 def _find(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """Return the value of the first pattern that matches the end of the module's name, as PEFT does."""
+    """As in PEFT, return the value of the first pattern that matches the end of the module's name."""
     found = (value for pattern, value in patterns.items() if re.match(END_OF_NAME.format(pattern), module))
     return next(found, default)
 

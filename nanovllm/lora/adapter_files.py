@@ -27,8 +27,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 class AdapterRegistry:
     """The adapters in host memory. Any thread may call the methods.
 
-    An adapter stays in memory while a request uses it, while it has a slot on the devices, and from `add` until
-    `remove`.
+    An adapter stays in memory from `add` until `remove`, and also while a request uses it or a device stores it.
     """
 
     def __init__(
@@ -38,7 +37,7 @@ class AdapterRegistry:
         experts: Mapping[str, ExpertsShape],
         slots: "AdapterSlots",
     ):
-        """shapes: (inputs, outputs) of each linear layer that can have an adapter, by its name in checkpoints.
+        """shapes: (inputs, outputs) of each linear layer that can have an adapter, by checkpoint name.
 
         experts: the mixtures of experts, by name. slots: the adapters on the devices.
         """
@@ -75,9 +74,9 @@ def read_adapter(
 ) -> Adapter:
     """Read the adapter of a request.
 
-    Raises FileNotFoundError if a file is missing. Raises ValueError or TypeError if a file is broken, if an entry is
-    not supported, or if a tensor is missing, is unexpected, has a wrong shape or dtype, or contains NaN or infinity.
-    The message names the file, and the entry or tensor.
+    Raises FileNotFoundError if a file is missing. Raises ValueError or TypeError if a file is broken, an entry is not
+    supported, or a tensor is missing, unexpected or invalid. Tensors are invalid if their shape or dtype is wrong, or
+    if they contain NaN or infinity. The message names the file, and the entry or tensor.
     """
     try:
         folder = BUNDLED / request.lora_path
@@ -116,7 +115,7 @@ def read_adapter(
 
 
 def _modules(tensors: AdapterTensors, known: Collection[str]) -> dict[str, str]:
-    """Return a dict that maps the model's name of each adapted module, one of `known`, to its name in the file."""
+    """Map the model's name of each adapted module to the name in the file. `known` contains the model's names."""
     modules: dict[str, str] = {}
     for name in tensors.names:
         path, kind = next(((name[: -len(kind)], kind) for kind in MATRICES if name.endswith(kind)), (name, ""))
@@ -140,7 +139,7 @@ def _modules(tensors: AdapterTensors, known: Collection[str]) -> dict[str, str]:
 
 
 def _check_targets(file: Path, config: AdapterConfig, modules: dict[str, str], names: list[str]) -> None:
-    """Check that the config names all of `modules`, and that `modules` has all of `names` that the config names."""
+    """Check that the config names all of `modules`, and that `modules` contains every required module in `names`."""
     for stored in modules.values():
         if not config.includes(stored):
             raise ValueError(f"{file}: {PREFIX}{stored}: does not match target_modules in {config.file}")

@@ -39,7 +39,7 @@ class AdapterPart(NamedTuple):
 
 
 def use_adapters(engine: Engine) -> None:
-    """Set `engine.adapters`, and let sequences wait until their adapter has a slot. The model must be loaded."""
+    """Set `engine.adapters`, and make sequences wait until their adapter has a slot. The model must be loaded."""
     assert engine.model_runner is not None
     scheduler, slots = engine.scheduler, AdapterSlots(engine.config.max_loras, partial(_write, engine))
     stacks = engine.model_runner.model.adapters

@@ -56,7 +56,7 @@ class AdapterQueue(WaitingQueue):
     """A waiting queue whose `first` skips sequences that can't get a slot for their adapter.
 
     A slot is in use while a sequence with its adapter runs. While a sequence waits for a slot, later sequences may
-    overtake it. At most `max_num_seqs` of these later sequences may use adapters, so a slot eventually becomes free.
+    overtake it. At most `max_num_seqs` of the overtaking sequences may use adapters, so a slot eventually becomes free.
     """
 
     def __init__(self, scheduler: "Scheduler", slots: AdapterSlots):

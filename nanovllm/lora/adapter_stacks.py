@@ -24,8 +24,8 @@ from nanovllm.utils.replace import replace_methods
 class Target(NamedTuple):
     """A module of the checkpoint that can have an adapter, and its place in the model.
 
-    A module has several parts if the checkpoint stores several layers as one merged module. A projection of all experts
-    of a layer is one module.
+    A module has several parts if the checkpoint stores several layers as one merged module. All experts of a layer
+    share one module for each projection.
     """
 
     stack: LoRAStack
@@ -35,7 +35,7 @@ class Target(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The numbers of inputs and outputs of the whole module, before it is split among the ranks."""
+        """The whole module's numbers of inputs and outputs, before the module is split among the ranks."""
         sizes = [shard.shape for _, shard in self.shards]
         return sizes[0][1], sum(size[0] for size in sizes)
 
@@ -109,7 +109,10 @@ class AdapterStacks:
             adapt_experts(experts, *stacks, self.slots_of_requests)
 
     def _allocate(self, shards: list[Any], max_rank: int, num_experts: int = 1) -> LoRAStack:
-        """Allocate the adapters of a layer that consists of `shards`, whose ranks are the next columns of the table."""
+        """Allocate the adapters of a layer that consists of `shards`.
+
+        The next columns of `_ranks` hold the ranks of `shards`.
+        """
         inputs, outputs = _local_sizes(shards)
         begin, rows = len(self._columns), self._slots * num_experts
         ends = [*(shard.first_row for shard in shards[1:]), outputs]
@@ -137,17 +140,14 @@ class AdapterStacks:
 
 
 def _local_sizes(shards: list[Any]) -> tuple[int, int]:
-    """Return how many inputs and outputs of a layer this rank has.
-
-    The shape of the weight does not show these numbers, because some formats store weights in other shapes.
-    """
+    """Return how many of a layer's inputs and outputs belong to this rank, whatever the shape of the stored weight."""
     first = shards[0].parts[0]
     rows = (len(range(piece.shape[0])[piece.rows]) for shard in shards for piece in shard.parts)
     return len(range(first.shape[1])[first.columns]), sum(rows)
 
 
 def add_adapters(model: Any, config: Config, device: torch.device) -> None:
-    """Prepare a loaded model's linear layers and experts for adapters, except for the output head and routers."""
+    """Prepare a loaded model for adapters on its linear layers and experts, but not on the output head or routers."""
     model.adapters = AdapterStacks(model, config, device)
     for module in model.modules():
         is_swiglu = activation_of(getattr(module, "act_fn", None)) == SWIGLU

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 def set_adapters(requests: Sequence["Request"], lora_request: Any, processor: "InputProcessor") -> None:
-    """Give the sequences of each request the adapter of that request, or none.
+    """Give each request's sequences the request's adapter, if any.
 
-    `lora_request` is a LoRARequest or None for all requests, or a list with a LoRARequest or None for each request.
-    Raises TypeError for other types. Raises ValueError if a list has a wrong length, or if there is an adapter without
+    `lora_request` is one LoRARequest or None for all requests, or a list with one element for each request. Raises
+    TypeError for other types. Raises ValueError if a list has a wrong length, or if an adapter is given without
     `enable_lora`. Raises the errors of `read_adapter`.
     """
     found = lora_request if isinstance(lora_request, (list, tuple)) else [lora_request] * len(requests)

@@ -4,10 +4,11 @@ With transformers 4, the projections of each expert are linear layers with adapt
 `experts.3.gate_proj`.
 
 With transformers 5, PEFT's `target_parameters` adapts the stacked parameters `experts.gate_up_proj` and
-`experts.down_proj`. Row `e * rank + i` of A [experts * rank, inputs] and column `i * experts + e` of B [outputs, rank *
-experts] belong to expert `e`. Versions of PEFT before 0.20 swap inputs and outputs, in most models. The names of the
-matrices, `experts.lora_A` and `experts.base_layer.lora_A`, only show the order in which PEFT found the parameters. So
-the shapes must show which parameter is adapted, and which side has the inputs.
+`experts.down_proj`. Rows `e * rank` to `e * rank + rank - 1` of A [experts * rank, inputs] belong to expert `e`. In B
+[outputs, rank * experts], columns `e`, `experts + e`, `2 * experts + e` and so on belong to expert `e`. In most models,
+PEFT before version 0.20 swaps inputs and outputs. The names of the matrices, `experts.lora_A` and
+`experts.base_layer.lora_A`, show only the order in which PEFT found the parameters. Only the shapes show which
+parameter is adapted, and whether inputs and outputs are swapped.
 """
 
 from collections.abc import Mapping
@@ -32,17 +33,17 @@ class ExpertsShape(NamedTuple):
     alternates: bool  # whether outputs of gate and up alternate in the stacked parameter
 
     def of_expert(self, projection: str) -> tuple[int, int]:
-        """Return (inputs, outputs) of a projection of an expert."""
+        """Return (inputs, outputs) of an expert's projection."""
         sizes = self.hidden_size, self.size
         return sizes[::-1] if projection == "down_proj" else sizes
 
     def single_names(self, path: str) -> list[str]:
-        """Return the names of all projections of all experts, for experts with the name `path`."""
+        """Return the names of all projections of all experts under the name `path`."""
         return [f"{path}.{i}.{projection}" for i in range(self.num_experts) for projection in PROJECTIONS]
 
     @property
     def parameters(self) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of an expert's part of each stacked parameter, by name."""
+        """Maps each stacked parameter's name to (inputs, outputs) of one expert."""
         return {"gate_up_proj": (self.hidden_size, 2 * self.size), "down_proj": (self.size, self.hidden_size)}
 
 
@@ -81,7 +82,7 @@ class ExpertReader:
         self._directions = {stack.is_swapped for found in self._stacks.values() for stack in found} - {None}
 
     def read(self, path: str) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-        """Return A [experts, rank, inputs] and B [experts, outputs, rank], or None, for each of PROJECTIONS."""
+        """For each of PROJECTIONS, return A [experts, rank, inputs] and B [experts, outputs, rank], or None."""
         shape = self._experts[path]
         found = [self._read_single(path, projection) for projection in PROJECTIONS]
         if any(found) and self._stacks[path]:

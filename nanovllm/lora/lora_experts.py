@@ -1,7 +1,7 @@
 """Adds the results of low-rank adapters to the matmuls of a mixture of experts.
 
 Each expert has its own A and B. The gate and up projections are adapted before the activation, so the experts are
-computed as three steps, with one row for each pair of a token and a chosen expert.
+computed in three steps. Each pair of a token and a chosen expert is one row.
 """
 
 from typing import Any
@@ -21,8 +21,7 @@ MAX_TOKENS = 4096  # tokens that are computed at a time; few, because each token
 def expert_linear(x: torch.Tensor, experts: Any, name: str, expert_ids: torch.Tensor) -> torch.Tensor:
     """Multiply each row of x [P, inputs] by its expert's weight, and add the bias: [P, outputs].
 
-    name: "gate_up_proj" or "down_proj".
-    expert_ids: [P]. Rows of other ranks' experts become zeros.
+    `name` is "gate_up_proj" or "down_proj", and `expert_ids` is [P]. Rows for the experts of other ranks become zeros.
     """
     outputs = experts.hidden_size if name == "down_proj" else 2 * experts.local_size
     y, indices = x.new_zeros(len(x), outputs), expert_ids - experts.first_expert

@@ -19,8 +19,8 @@ NO_SLOT = -1
 class RequestAdapters(StepFeature):
     """Writes the slots of newly admitted sequences to `AdapterStacks.slots_of_requests`.
 
-    With `enable_lora`, all sequences have this feature, because a sequence may reuse the request index of an ended
-    sequence that had another adapter. The feature's state for a sequence is the sequence's Adapter, or None.
+    With `enable_lora`, every sequence has this feature. Each new sequence overwrites the slot that an ended sequence
+    with the same request index may have left. The feature's state for a sequence is the sequence's Adapter, or None.
     """
 
     @classmethod

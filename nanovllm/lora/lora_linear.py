@@ -41,9 +41,9 @@ class LoRAStack(NamedTuple):
 
 @operation
 def group_rows(slots: torch.Tensor, num_slots: int) -> Any:
-    """Return the rows of each slot for `add_lora`, given the slot of each row, [T] int32.
+    """Group the rows by slot for `add_lora`, given each row's slot [T] int32.
 
-    This definition returns pairs of a slot and the indices of its rows.
+    This definition returns (slot, row indices) pairs.
     """
     present = [slot for slot in slots.unique().tolist() if slot >= 0]
     return [(slot, (slots == slot).nonzero().flatten()) for slot in present]
@@ -122,7 +122,7 @@ class LoRAFormat(WeightFormat):
         return self.base.best_split_k(layer, x, max_split_k)
 
     def factors(self, layer: LinearBase, x: NormInput) -> None:
-        """Return None, so that no other kernel computes this matmul, which would lack the results of adapters."""
+        """Return None, so that no fused kernel computes this matmul without the adapter's result."""
 
     def _rows(self) -> AdapterRows:
         plans = get_context().plans  # the plans of this step, made in the first layer of the step

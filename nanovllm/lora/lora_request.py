@@ -1,4 +1,4 @@
-"""Defines how a request names an adapter, and an adapter in host memory."""
+"""Defines LoRARequest, which names an adapter, and Adapter, which holds an adapter's weights in host memory."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +14,8 @@ class LoRARequest:
     lora_int_id: a number that identifies the adapter. Use a new number if the adapter's files change.
     lora_path: the adapter's folder, as PEFT saves it, or "tiny-qwen3-descending", the adapter in this package.
 
-    Raises TypeError for a field of another type and for an empty name or path, and ValueError for a number below 1 and
-    for text with a lone surrogate.
+    Raises TypeError if a field has another type, or if a name or path is empty. Raises ValueError if the number is
+    below 1, or if a text contains a lone surrogate.
     """
 
     lora_name: str
@@ -36,9 +36,9 @@ class Adapter:
 
     ranks: the rank of each module in `AdapterStacks.targets`. 0 means that the adapter does not change the module.
     weights: the matrices A [rank, inputs] and B [outputs, rank] of each changed module, one after another in a flat
-        tensor. B includes the scale of the adapter. If the module is a projection of experts, A contains the matrices
-        of all experts, and so does B.
-    salt: a 64-bit hash of the ranks and weights. Because of the salt, adapters share no cached prefixes.
+        tensor. B includes the scale of the adapter. For a projection of experts, A and B contain the matrices of all
+        experts.
+    salt: a 64-bit hash of the ranks and weights. The salt prevents adapters from sharing cached prefixes.
     slot: where the adapter is stored on the devices, or None.
     """
 

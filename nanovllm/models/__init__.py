@@ -2,8 +2,8 @@
 
 A family is a module of this package, named after the `model_type` in config.json and imported on first use. The
 family's class has the architecture's name in transformers: the module `qwen3_moe` contains `Qwen3MoeForCausalLM`. The
-class is constructed as `cls(config)`, with a ModelConfig whose `max_position_embeddings` is the length of the engine's
-longest sequence. CONTRIBUTING.md shows how to add a family. The class has:
+class is constructed as `cls(config)`. In this ModelConfig, `max_position_embeddings` is the maximum length of a
+sequence in the engine. CONTRIBUTING.md shows how to add a family. The class has:
 
 - `read_config(raw, file)`: returns the family's fields of ModelConfig as a dict, from the content `raw` of config.json.
   Raises a ValueError that names `file` if the class does not support the model
@@ -90,7 +90,7 @@ class ModelConfig:
 
     @classmethod
     def read(cls, folder: Path, quantization: str | None = None, raw: dict | None = None) -> "ModelConfig":
-        """Read the config.json in `folder`, or use its content `raw`. `quantization` is the setting.
+        """Read the config.json in `folder`, or use its content `raw`. `quantization` is the setting of that name.
 
         If the file is invalid or the model is not supported, raises a ValueError or TypeError that names the file.
         """
@@ -150,7 +150,7 @@ class ModelConfig:
 
     @property
     def layer_operations(self) -> int:
-        """The number of operations in a layer's matmuls for one token, on average over the layers."""
+        """The average number of operations per layer that matmuls need for one token."""
         queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         feed_forward = 3 * self.intermediate_size
         if self.moe:

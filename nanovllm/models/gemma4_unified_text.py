@@ -1,6 +1,6 @@
 """The text part of Gemma 4 12B: a plain decoder. The whole model reads images and audio without a tower.
 
-There are no experts, and no embeddings for each layer.
+There are no experts and no per-layer embeddings.
 """
 
 from typing import ClassVar

@@ -15,7 +15,7 @@ from nanovllm.utils.checks import check_real
 
 
 class Factors(NamedTuple):
-    """The `ModelConfig.details` of Granite. Each field has the name of its entry in config.json."""
+    """Granite's value of `ModelConfig.details`. Each field has the name of its entry in config.json."""
 
     embedding_multiplier: float
     residual_multiplier: float

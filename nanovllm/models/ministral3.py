@@ -27,7 +27,7 @@ ROPE = {
 
 
 class QueryScale(NamedTuple):
-    """The `ModelConfig.details` of Ministral 3.
+    """Ministral 3's value of `ModelConfig.details`.
 
     A query at position `p` is multiplied by `1 + beta * log(1 + p // length)`.
     """

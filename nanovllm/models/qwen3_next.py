@@ -28,8 +28,8 @@ class Qwen3NextForCausalLM(HybridForCausalLM):
 def _interleaved(sizes: tuple[int, ...], num_heads: int, tp: TensorParallel) -> tuple[int, tuple[range, ...]]:
     """Return a weight's number of rows, and this rank's ranges of rows.
 
-    For each key head, the weight stores rows of several kinds, such as those of q. `sizes` contains the number of rows
-    of each kind per head. The ranges are ordered by kind, then by head.
+    For each key head, the weight stores one range of rows for each kind of projection, such as q. `sizes` contains the
+    number of rows of each kind per head. The ranges are ordered by kind, then by head.
     """
     starts = [head * sum(sizes) for head in range(num_heads)[tp.local_slice(num_heads)]]
     bounds = pairwise(accumulate(sizes, initial=0))

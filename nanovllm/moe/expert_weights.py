@@ -27,8 +27,8 @@ def split_experts(loaders: dict[str, tuple[Callable, list[int]]], model: nn.Modu
 def load_alternating(load: Callable, name: str, stack: Any) -> torch.Tensor | None:
     """Load a stack of weights [experts, inputs, outputs] or biases [experts, outputs].
 
-    A quantized stack is passed to `load` unchanged. In other stacks, the outputs of the gate and up
-    projections alternate. See Experts for this package's layout, in which `load` takes the stack.
+    A quantized stack is passed to `load` unchanged. In an unquantized stack, the outputs of the gate and up projections
+    alternate. `load` takes the stack in the layout that Experts uses.
     """
     if callable(stack) or not name.endswith(("_proj", "_proj_bias")):
         return load(stack)

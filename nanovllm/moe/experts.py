@@ -93,7 +93,7 @@ class Experts(nn.Module):
         self.format = ExpertsFormat()
 
     def tensors_of_experts(self) -> dict[str, tuple[nn.Parameter, tuple[int, int]]]:
-        """Map the name of each single expert's tensor to (parameter, (expert, shard id)).
+        """Return a dict that maps the name of each expert's tensor to (parameter, (expert, shard id)).
 
         Names are relative to this module. The parameter's `weight_loader` takes the tensor, the expert and the shard
         id.
@@ -151,7 +151,7 @@ class Experts(nn.Module):
         return self.shard(shard_id).copy(stacked[index], weight) if 0 <= index < self.num_local else None
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sum of the outputs of this rank's experts for x [T, hidden]: [T, hidden].
+        """Map x [T, hidden] to the weighted sum of this rank's expert outputs: [T, hidden].
 
         `weights` and `expert_ids` [T, choices] come from `route`.
         """
@@ -169,7 +169,7 @@ class Experts(nn.Module):
         return out.to(x.dtype)
 
     def linear(self, x: torch.Tensor, name: str, index: int) -> torch.Tensor:
-        """Multiply x [rows, inputs] by the stacked weight `name` of one of this rank's experts, and add the bias."""
+        """Multiply x [rows, inputs] by one local expert's part of the stacked weight `name`, and add the bias."""
         bias = getattr(self, f"{name}_bias")
         return linear(x, self.format.weight(self, name, index, x.dtype), None if bias is None else bias[index])
 

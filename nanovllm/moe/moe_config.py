@@ -7,7 +7,7 @@ from nanovllm.kernels.activations import SWIGLU, Activation
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig:
-    """The configuration of the layers with experts. A model family's `read_config` creates it."""
+    """The configuration of the layers with experts. A model family's `read_config` creates the MoEConfig."""
 
     layers: frozenset[int]  # indices of the layers with experts
     num_experts: int

@@ -1,4 +1,4 @@
-"""Embeddings, relevance scores and classes of texts: steps compute vectors, not tokens.
+"""Embeddings, relevance scores and classes of texts. Steps compute vectors instead of tokens.
 
 See nanovllm/docs/embeddings.md.
 """

@@ -32,7 +32,7 @@ def embed(
     instruction: a description of the queries' task. The instruction is put before each text as "Instruct: ...", the
         form that Qwen3-Embedding expects.
 
-    Raises ValueError or TypeError, as `generate` does, and ValueError if the task is not "embed".
+    Raises the errors of `generate`, and ValueError if the task is not "embed".
     """
     check_task(self.config, "embed")
     prefix = prefix_of(self.config, prompt_name, instruction)
@@ -56,7 +56,7 @@ def score(
     instruction, template: see `pooling_prompts.pair_prompt`.
     use_activation: see PoolingParams.
 
-    Raises ValueError or TypeError, as `generate` does, and ValueError if the task is not "score".
+    Raises the errors of `generate`, and ValueError if the task is not "score".
     """
     check_task(self.config, "score")
     pairs = pairs_of(query, documents)
@@ -76,7 +76,7 @@ def classify(
     prompts: the same kinds of prompts as for `generate`.
     use_activation: see PoolingParams.
 
-    Raises ValueError or TypeError, as `generate` does, and ValueError if the task is not "classify" or "score".
+    Raises the errors of `generate`, and ValueError if the task is neither "classify" nor "score".
     """
     check_task(self.config, "classify", "score")
     return _run(self, as_prompts(prompts), PoolingParams(use_activation=use_activation), use_tqdm, priority)

@@ -21,7 +21,7 @@ ANSWERS = ("no", "yes")  # Qwen3-Reranker's answers: irrelevant, relevant
 
 @dataclass(frozen=True, slots=True)
 class PoolingConfig:
-    """How an engine with one of the tasks "embed", "score" and "classify" computes a vector from a text.
+    """How an engine computes a vector from a text, for the tasks "embed", "score" and "classify".
 
     num_values: the size of the vector that a step computes for a text: the hidden size, or the number of logits.
     mode: "last" uses the hidden state of the last token, "cls" the first token's, and "mean" the mean over all tokens.
@@ -97,7 +97,7 @@ def _prompts(saved: dict) -> dict[str, Any]:
 
 
 def _read_embedding(folder: Path, modules: dict[str, Path], raw: dict) -> dict[str, Any]:
-    """Return those fields of a PoolingConfig whose values the modules of sentence-transformers define."""
+    """Return the fields of a PoolingConfig that the modules of sentence-transformers define."""
     fields: dict[str, Any] = {"dimensions": tuple(raw.get("matryoshka_dimensions") or ())}
     if not modules:
         return fields

@@ -40,7 +40,7 @@ def prefix_of(config: Config, prompt_name: str | None, instruction: str | None) 
 
 
 def with_prefix(prompt: Any, prefix: str) -> Any:
-    """Put `prefix` before a prompt that is a text. Token ids and conversations do not change."""
+    """Put `prefix` before a prompt that is a text. Token ids and conversations are returned unchanged."""
     if isinstance(prompt, dict) and prompt.get("prompt_token_ids") is None and isinstance(prompt.get("prompt"), str):
         return {"prompt": prefix + prompt["prompt"]}
     return prefix + prompt if isinstance(prompt, str) else prompt
@@ -61,12 +61,12 @@ def pairs_of(query: Any, documents: Any) -> list[tuple[str, str]]:
 def pair_prompt(
     processor: InputProcessor, query: str, document: str, instruction: str | None = None, template: str | None = None
 ) -> TokensPrompt:
-    """Return the prompt that scores a document for a query.
+    """Return the prompt for scoring a document against a query.
 
     The text comes from `template`, which contains `{query}`, `{document}` and, if needed, `{instruction}`. Without
-    `template`, the checkpoint's chat template makes the text if this template has the roles "query" and "document". If
-    not, RERANKER_TEMPLATE makes the text for RERANKER_FAMILIES. For other checkpoints, the tokenizer joins the query
-    and the document.
+    `template`, a chat template with the roles "query" and "document" makes the text. Without a template of either kind,
+    RERANKER_TEMPLATE makes the text for RERANKER_FAMILIES. For other checkpoints, the tokenizer joins the query and the
+    document.
     """
     tokenizer = processor.tokenizer
     if template is None and _has_roles(tokenizer):

@@ -80,8 +80,8 @@ class AnswerHead(ClassificationHead):
 class PoolingRunner(BatchRunner):
     """Computes a vector for each prompt that a step completes.
 
-    With the mode "last", a vector depends on the last hidden state only. With other modes, a table on the device holds
-    the partial vector of each prompt until the prompt's last chunk is computed.
+    In the mode "last", a vector depends only on the last hidden state. In other modes, a table on the device holds the
+    partial vector of each prompt until the prompt's last chunk is computed.
     """
 
     partial_vectors: Any = None  # [requests + 1, hidden_size] float32, by request index
@@ -112,7 +112,7 @@ class PoolingRunner(BatchRunner):
             self.partial_vectors = torch.zeros(size, dtype=torch.float32, device=self.device)
 
     def run_batch(self, batch: DeviceBatch) -> tuple[torch.Tensor, SamplerInput]:
-        """Run the model. Unless the mode is "last", the head of the task reads pooled vectors [S, hidden_size]."""
+        """Run the model. In modes other than "last", the task's head reads pooled vectors [S, hidden_size]."""
         hidden_states, x = super().run_batch(batch)
         if self.config.pooling.mode != "last":
             x = x._replace(hidden_states=self.pool(hidden_states, batch))
@@ -136,7 +136,7 @@ class PoolingRunner(BatchRunner):
         return vectors[sampled] if self.config.pooling.mode == "cls" else vectors[sampled] / lengths[sampled, None]
 
     def sample_and_accept(self, x: SamplerInput) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute vectors [S, N]. Return the vectors' bits as int32, which are the step's results."""
+        """Compute vectors [S, N]. Return the step's results: the bits of the vectors, as int32."""
         # `compute_logits` may scale logits, which the family defines only for logits of tokens
         head = self.model.compute_logits if self.config.pooling.token_ids else self.model.lm_head
         results = head(x.hidden_states).contiguous().view(torch.int32)
@@ -151,5 +151,5 @@ class PoolingRunner(BatchRunner):
 
 
 def pooling_runner(base: type[BatchRunner]) -> type[BatchRunner]:
-    """Return the class of a runner whose steps compute vectors, for the same device as `base`."""
+    """Return a runner class whose steps compute vectors, for the same device as `base`."""
     return type(f"Pooling{base.__name__}", (PoolingRunner, base), {})

@@ -20,7 +20,7 @@ class PooledSequence(Sequence):
 
 
 class PooledResult(NamedTuple):
-    """The result of a step on the host, which takes the place of a `StepResult`.
+    """The result of a step on the host, used instead of a `StepResult`.
 
     vectors: a vector for each sequence in the step's `sampled_seqs`.
     """

@@ -21,9 +21,9 @@ from typing import Any
 def find_quantization(raw: dict | None, file: Path, setting: str | None) -> Any:
     """Return the QuantConfig for `raw` (`quantization_config` in config.json) and the setting `quantization`.
 
-    NVIDIA Model Optimizer may describe the format in a separate file next to config.json. Return None if there is no
-    description and no setting. Raise ValueError or TypeError if the format is not supported, or if the setting differs
-    from the checkpoint's format.
+    NVIDIA Model Optimizer may describe the format in a separate file next to config.json. Return None if there is
+    neither a description nor a setting. Raise ValueError or TypeError if the format is not supported, or if the setting
+    differs from the checkpoint's format.
     """
     config = None
     if raw:

@@ -2,8 +2,8 @@
 
 For each token and head, the key has a scale, and the value has a scale. A scale depends only on its key or value, so
 the cache needs no calibration. The quantization of a token does not depend on other tokens, on chunks of the prompt, or
-on the number of ranks. Attention always reads the cache, even in the step that stores a token. So a prefix hit, a
-preemption or a copy of blocks does not change an answer.
+on the number of ranks. Attention always reads the cache, even in the step that stores a token. A prefix hit, a
+preemption or a copy of blocks therefore does not change an answer.
 
 With heads of dimension 128, a key, its value and their scales (`kernels/e4m3.py`) take 260 bytes, compared
 with 512 bytes in bfloat16.
@@ -67,8 +67,8 @@ class FP8KVCache(KVCache):
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize rows x [..., head_dim] to e4m3. Return the bits as uint8 [..., head_dim], and bfloat16 scales [...].
 
-    A scale is the row's largest magnitude divided by the largest e4m3 value (448), or infinite if the row contains NaN
-    or infinity.
+    A scale is the row's largest magnitude divided by 448, the largest e4m3 value. If the row contains NaN or infinity,
+    the scale is infinite.
     """
     x = x.float()
     largest = x.abs().amax(-1)
@@ -80,7 +80,7 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def dequantize(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Invert `quantize`. Return float32 [..., head_dim].
 
-    A row that contained NaN or infinity has no finite values.
+    If a row contained NaN or infinity, none of its results is finite.
     """
     # Read as float16, these bits have an exponent that is 8 too small. PyTorch would convert one number at a time.
     bits = data.view(torch.int8).short().bitwise_left_shift_(7).bitwise_and_(-0x4080)

@@ -1,7 +1,8 @@
 """Implements linear layers with FP8 weights and FP8 activations (W8A8) on GPUs with FP8 units.
 
-A single row is not quantized, because reading the weights limits the speed of the row's matmul. Several rows are
-quantized in the kernel of the preceding norm or activation if there is one, otherwise in a separate kernel.
+A single row is not quantized, because reading the weights limits the speed of the row's matmul. If there are several
+rows, the kernel of the preceding norm or activation quantizes them. Without a preceding norm or activation, a separate
+kernel quantizes the rows.
 """
 
 from functools import cache
@@ -70,7 +71,7 @@ class FP8Linear(ScaledLinear):
         return (self._quantized(x), self.values, self.scales) if self.group == self.block.rows == 128 else None
 
     def _swiglu(self, layer: LinearBase, rows: ops.QuantizedRows, act: "FP8SiluAndMul") -> Any:
-        """Compute the matmul and the activation in one kernel, or return NotImplemented if no kernel does."""
+        """Compute the matmul and the activation in one kernel, or return NotImplemented if no kernel can."""
         if variant.get() or layer.bias is not None or act.consumer.group != ops.SWIGLU_GROUP:
             return NotImplemented
         return ops.swiglu_quantize(rows, self.values, self.scales)
@@ -127,7 +128,7 @@ FUSED_ACTIVATIONS[FP8SiluAndMul.forward] = SWIGLU
 
 @cache
 def _has_scaled_mm(device: torch.device, is_row: bool) -> bool:
-    """Return whether PyTorch multiplies e4m3 matrices that have a scale per row (`is_row`) or per block."""
+    """Return whether PyTorch can multiply e4m3 matrices that have a scale per row (`is_row`) or per block."""
     if device.type != "cuda":
         return False
     size = 512

@@ -53,9 +53,9 @@ class PackedScheme:
     """Describes a 4-bit weight, and the tensors that store it in a checkpoint.
 
     tensors: (name, field of Packed, reader) of each tensor in the checkpoint. `name` is the end of the tensor's name.
-    `reader` converts the tensor of a whole weight to codes [N, K] for the field `words`, and to the field's shape for
-    other fields. The field "contiguous" stands for a tensor of group ids that must be in order. Without tensors, 16-bit
-    weights are quantized while they are loaded.
+    For the field `words`, `reader` converts the tensor of a whole weight to codes [N, K]. For other fields, `reader`
+    converts the tensor to the field's shape. The field "contiguous" stands for a tensor of group ids that must be in
+    order. If `tensors` is empty, 16-bit weights are quantized while they are loaded.
     """
 
     codes: str
@@ -87,7 +87,7 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(words: torch.Tensor, k: int) -> torch.Tensor:
-    """Return the codes [N, K] uint8 of the words of Packed."""
+    """Unpack the words of Packed to codes [N, K] uint8."""
     codes = nibbles(words).unflatten(1, (-1, 16, 8))  # [N, chunks, word, code]
     return codes.transpose(2, 3).flatten(1)[:, :k]
 
@@ -110,8 +110,8 @@ def dequantize_packed(weight: Packed, dtype: torch.dtype) -> torch.Tensor:
 def quantize(weight: torch.Tensor, group_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Round a weight [N, K] to integers with zero points. Return words, scales in `dtype`, and zero points.
 
-    The integers of a group span the range from its smallest to its largest weight. A scale is not finite if a weight of
-    its group is not finite.
+    The integers of a group span the range from the group's smallest to its largest weight. A scale is not finite if a
+    weight of its group is not finite.
     """
     parts = [_quantize(part, group_size, dtype) for part in weight.split(ROWS_AT_A_TIME)]
     return tuple(torch.cat(found) for found in zip(*parts))
@@ -181,7 +181,10 @@ class PackedWeight:
             self.parameters[name].weight_loader = partial(self._load, field, reader)  # type: ignore[attr-defined]
 
     def move_to(self, packed: Packed) -> None:
-        """Let the parameters and their loaders use the tensors of `packed`, which must have the old tensors' shapes."""
+        """Make the parameters and their loaders use the tensors of `packed`.
+
+        The new tensors must have the old tensors' shapes.
+        """
         self.packed = packed
         for name, field in self._fields().items():
             if (data := getattr(packed, field, None)) is not None:

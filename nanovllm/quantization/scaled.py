@@ -59,7 +59,7 @@ class QuantScheme:
         return -(-shape[0] // block.rows), -(-shape[1] // block.columns)
 
     def dequantize(self, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Return the float32 weight [N, K] of a checkpoint's values and scales, whose last blocks may be smaller."""
+        """Compute the float32 weight [N, K] from a checkpoint's values and scales. The last blocks may be smaller."""
         (n, k), block = values.shape, self.block_of(tuple(values.shape))
         of_rows = scales.float().repeat_interleave(block.rows, 0)[:n]
         return values.float() * of_rows.repeat_interleave(block.columns, 1)[:, :k]
@@ -113,9 +113,9 @@ class ScaledWeight:
     `values` is [..., N, K], and `scales` is [..., N / rows, K / columns]. If the checkpoint has no scales, `scales` is
     a tensor, not a parameter.
 
-    `select` takes the arguments of a `weight_loader`, and returns a shard of the checkpoint's weight, and the index of
-    the shard's matrix in the stack. The index is () if there is only one matrix. `select` returns None if the shard
-    belongs to another rank.
+    `select` takes the arguments of a `weight_loader`. `select` returns a shard of the checkpoint's weight, and the
+    index of the shard's matrix in the stack. The index is () if there is only one matrix. `select` returns None if the
+    shard belongs to another rank.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class ScaledWeight:
     def must_quantize(self, weight) -> bool:
         """Return whether a weight has no scales.
 
-        Such a weight may be random, or come from a trainer or an unquantized file.
+        A weight without scales may be random, or come from a trainer or an unquantized file.
         """
         return callable(weight) or isinstance(weight, torch.Tensor) or self.scheme.scale_name is None
 
@@ -191,7 +191,7 @@ def _slice_of(indices: list[int]) -> slice | list[int]:
 
 
 def _nan_of(values: torch.Tensor) -> torch.Tensor:
-    """Return a one-element tensor that is NaN if any value is NaN, because PyTorch has no `aminmax` for float8."""
+    """Return a one-element tensor that is NaN if any value is NaN. PyTorch has no `aminmax` for float8."""
     if values.dtype == torch.int8:
         return torch.zeros(1, device=values.device)
     has_nan = (values.view(torch.uint8) & 0x7F).amax() == 0x7F

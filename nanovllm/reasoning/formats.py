@@ -7,8 +7,8 @@ from typing import NamedTuple
 class ReasoningFormat(NamedTuple):
     """The two markers that enclose the reasoning before an answer.
 
-    is_open: whether the model starts inside the reasoning by default, so that it writes no begin marker. A prompt with
-        a marker can override this default.
+    is_open: whether the model starts inside the reasoning by default, and so writes no begin marker. A prompt with a
+        marker can override this default.
     """
 
     begin: str

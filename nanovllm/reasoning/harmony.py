@@ -6,8 +6,9 @@ with `<|start|>assistant`, so an answer begins within a header. The header names
     <|channel|>analysis<|message|>Paris is meant.<|end|>
     <|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
 
-The channel `analysis` is reasoning, `final` is the answer, and `commentary` is text before calls, or a call. Models
-sometimes call functions in `analysis`, or omit the end of a message. In that case, `<|start|>` ends the message.
+The channel `analysis` is reasoning, `final` is the answer, and `commentary` is a call or the text before calls. Models
+sometimes call functions in `analysis`, or omit the end of a message. If the end of a message is missing, `<|start|>`
+ends the message.
 """
 
 import re

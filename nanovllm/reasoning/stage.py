@@ -16,8 +16,8 @@ class Stage(Enum):
 class Markers:
     """The markers of a reasoning format, and how a model's vocabulary represents them.
 
-    Most models have a token for each marker. Then only a token that contains the whole marker counts as the marker, and
-    several tokens that together spell the marker are part of the reasoning. In models without these tokens, any tokens
+    Most models have a token for each marker, and only tokens that contain a whole marker count as the marker. Several
+    tokens that together spell the marker are then part of the reasoning. In models without marker tokens, any tokens
     that spell a marker count as the marker.
     """
 

@@ -1,7 +1,7 @@
 """Determines which forms of messages a chat template reads, and converts conversations to these forms.
 
 Clients send content as text, as a list of parts, or not at all. Clients send the arguments of tool calls as text. Only
-the source code of a template shows which forms it supports.
+the source code of a template shows which forms the template supports.
 """
 
 import json

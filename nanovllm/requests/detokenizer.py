@@ -16,7 +16,7 @@ _BYTES |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*
 
 
 class TokenBytes(dict[int, bytes]):
-    """Maps a token id to the bytes that the token adds after other tokens. An id without text maps to b""."""
+    """Maps a token id to the token's bytes in the middle of a text. An id without text maps to b""."""
 
     def __init__(self, tokenizer, skip_special_tokens: bool):
         """`tokenizer` is a fast tokenizer of transformers.
@@ -52,7 +52,7 @@ def _byte_level_bytes(token: str) -> bytes:
 
 
 class Detokenizer:
-    """Decodes the text of an answer in time linear in its length.
+    """Decodes an answer in time linear in the answer's length.
 
     The text is `decode(prompt + answer)` without its prefix `decode(prompt)`. `decode` is the tokenizer's method,
     called without `clean_up_tokenization_spaces`. The tokens' bytes form a UTF-8 stream, so a character becomes text

@@ -167,7 +167,7 @@ class InputProcessor:
             seq.set_order(priority_key)
 
     def tokenize(self, prompt: Prompt, template_arguments: Mapping | None = None) -> tuple[str | None, list[int], Any]:
-        """Return the prompt's text (None if it is unknown), token ids, and PromptImages (None without images)."""
+        """Return a prompt's text (None if unknown), its token ids, and its PromptImages (None if it has no images)."""
         if not isinstance(template_arguments, Mapping | None):
             raise TypeError(f"chat_template_kwargs={template_arguments!r:.80}: must be a dict")
         text: str | None = None

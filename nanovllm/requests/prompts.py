@@ -23,7 +23,7 @@ def as_prompts(prompts) -> list:
 
 
 def as_priorities(priority: Any, num_prompts: int) -> list:
-    """Return the priority of each prompt without checking it. If `priority` is None, all priorities are 0."""
+    """Return the unchecked priority of each prompt. If `priority` is None, all priorities are 0."""
     if priority is None:
         return [0] * num_prompts
     if (priorities := as_list(priority)) is None:
@@ -63,7 +63,7 @@ def is_conversation(value: object) -> TypeGuard[list[Message]]:
 def image_source(part: Any) -> Any:
     """Return the image or URL in a part of a message's content, or None if the part is not an image.
 
-    The types of such parts are "image_url" (OpenAI), "input_image" (OpenAI's Responses), "image" (transformers) and
+    The types of image parts are "image_url" (OpenAI), "input_image" (OpenAI's Responses), "image" (transformers) and
     "image_pil" (vLLM).
     """
     kind = part.get("type") if isinstance(part, Mapping) else None
@@ -83,7 +83,7 @@ def has_images(prompt: Any) -> bool:
 
 
 def read_images(prompts: list, processor: "InputProcessor") -> list:
-    """Return the prompts. If several prompts have images, read the images in parallel threads first."""
+    """Return the prompts. If several prompts have images, first read the images in parallel threads."""
     return prompts if sum(map(has_images, prompts)) < 2 else processor.images.read_all(prompts)
 
 

@@ -50,7 +50,7 @@ class Request:
         """Put new tokens of `seq` into the collector, if the caller gets more than the final output."""
 
     def metrics(self) -> RequestMetrics:
-        """Return when the first answer was scheduled, the first token arrived, and the last answer finished."""
+        """Return when the first answer was scheduled, when the first token arrived, and when the last answer ended."""
         arrival = time() - (perf_counter() - self.group[0].arrival)
         moments = []
         for event, pick in (("scheduled", min), ("first_token", min), ("finished", max)):
@@ -112,6 +112,6 @@ class CompletionRequest(Request):
 
     @staticmethod
     def num_hidden(seq: Sequence) -> int:
-        """Return how many final tokens the text omits: 1 if an end-of-sequence or stop id ended `seq`."""
+        """Return how many final tokens the text omits: 1 if an end-of-sequence or stop id ended `seq`, else 0."""
         ended_by_id = seq.finish_reason == "stop" and not isinstance(seq.stop_reason, str)
         return int(ended_by_id and not seq.params.include_stop_str_in_output)

@@ -39,17 +39,18 @@ def load_weights(llm: "LLMEngine", weights: Iterable[tuple[str, torch.Tensor]]) 
 
     `weights` yields (name, tensor) pairs as in a checkpoint or in the transformers model's state dict. Tensors must not
     be merged or split over ranks. An engine with 8-bit weights accepts 8-bit values with scales, in the format of its
-    checkpoint. Such an engine also accepts unquantized tensors, and quantizes them. An engine with a 4-bit checkpoint
-    accepts no weights; an engine with `quantization="int4"` accepts unquantized tensors. The caller's thread iterates
-    over `weights`, so a generator that creates one tensor at a time needs memory for only one tensor.
+    checkpoint. An engine with 8-bit weights also accepts unquantized tensors, and quantizes them. An engine with a
+    4-bit checkpoint accepts no weights; an engine with `quantization="int4"` accepts unquantized tensors. The caller's
+    thread iterates over `weights`. A generator that creates one tensor at a time therefore needs memory for only one
+    tensor.
 
     Raises UnavailableError if there are requests and the engine is not paused, or if `sleep` has freed the weights. New
     requests raise UnavailableError until this function returns.
 
     Each tensor is checked before it is written. Raises TypeError if a value is not a tensor. Raises a ValueError that
-    names the tensor if the model has no such tensor, or if the tensor has a wrong shape, a wrong dtype, NaN or infinite
-    values. If an error occurs after a tensor was written, the engine refuses requests until a single call of
-    `load_weights` has loaded all weights.
+    names the tensor if the model has no such tensor, if the shape or dtype is wrong, or if a value is NaN or infinite.
+    If an error occurs after a tensor was written, the engine refuses requests until a single call of `load_weights` has
+    loaded all weights.
     """
     update = WeightUpdate(llm)
     in_engine(llm.engine_thread, update.begin)
@@ -165,8 +166,8 @@ class ModelWeights:
     def own_name(self, name: str) -> str:
         """Return the model's name for a tensor, with `language_model.` added or removed where necessary.
 
-        The names differ if the trainer or the engine has loaded only the language part of a multimodal checkpoint, or
-        if the trainer has loaded a model without its head.
+        The names differ if the trainer or the engine has loaded only the language part of a multimodal checkpoint. The
+        names also differ if the trainer's model has no head.
         """
         parts = str(name).split(".language_model.", 1)
         other_name = ".".join(parts) if len(parts) > 1 else str(name).replace("model.", "model.language_model.", 1)

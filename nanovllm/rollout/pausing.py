@@ -15,9 +15,9 @@ def pause(llm: "LLMEngine", mode: str = "abort") -> None:
     """Stop generating until `resume` is called. New requests raise UnavailableError.
 
     With mode "abort", running requests end with the tokens generated so far, as after `LLM.abort`. With mode "keep",
-    running requests release their cache blocks and wait until `resume` is called; their callers wait as well. The
-    engine then recomputes the tokens of these requests, with the new weights if there are any, and continues to
-    generate. Raises ValueError for any other mode.
+    running requests release their cache blocks and wait until `resume` is called. The callers wait as well. After
+    `resume`, the engine recomputes the tokens of these requests with the current weights, and continues to generate.
+    Raises ValueError for any other mode.
     """
     check_choice("mode", mode, ("abort", "keep"))
     core = llm.core

@@ -29,8 +29,8 @@ def sleep(llm: "LLMEngine", level: int = 1) -> int:
     `load_weights` must load all weights. If the engine already sleeps, level 2 drops the weights that level 1 kept.
 
     Returns the number of bytes freed on each GPU, or on the CPU. Raises ValueError for any other level, or if the
-    engine was started without `enable_sleep_mode=True`. Raises UnavailableError and changes nothing if there are
-    requests and the engine is not paused, if weights are being replaced, or if host memory is too small.
+    engine was started without `enable_sleep_mode=True`. Raises UnavailableError and changes nothing if weights are
+    being replaced, if host memory is too small, or if an engine that is not paused has requests.
     """
     check_choice("level", level, (1, 2))
     _check_enabled(llm)
@@ -57,9 +57,9 @@ def wake_up(llm: "LLMEngine", tags: Collection[str] | None = None) -> None:
 
     `tags` selects "weights", "kv_cache" or, by default, both.
 
-    Memory that is already allocated stays unchanged. The engine generates again when weights and cache are awake and,
-    after level 2, all weights are loaded. Raises UnavailableError and changes no rank if a device lacks memory. Raises
-    ValueError for any other tag.
+    Memory that is already allocated stays unchanged. The engine generates again when weights and cache are allocated.
+    After level 2, all weights must also be loaded. Raises UnavailableError and changes no rank if a device lacks
+    memory. Raises ValueError for any other tag.
     """
     for tag in TAGS if tags is None else tags:
         check_choice("tags", tag, TAGS)

@@ -40,7 +40,7 @@ class ServedAdapters:
         self._numbers = count(len(self.by_name) + 1)
 
     async def read(self) -> None:
-        """Unless the engine's process has read the adapters, read them all, to report a broken adapter at startup.
+        """Read all adapters at startup to detect broken ones, unless the engine's process has already read them.
 
         A replica reads an adapter later, with the first request that uses it. Raises ValueError if an adapter can't be
         used.

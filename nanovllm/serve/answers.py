@@ -45,7 +45,7 @@ def server_sent_event(content: dict[str, Any]) -> bytes:
 
 
 class Answer:
-    """The complete or streamed answer to a client's request, which has one or several prompts.
+    """The complete or streamed answer to a client's request with one or several prompts.
 
     Answers with log-probabilities are encoded in a thread, because encoding these answers takes a long time.
     """

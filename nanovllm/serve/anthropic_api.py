@@ -156,7 +156,10 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chat_messages(message: InputMessage) -> Iterator[dict[str, Any]]:
-    """Translate a message. Each tool result becomes a message, and all other blocks together become the last one."""
+    """Translate a message.
+
+    Each tool result becomes a message, and all other blocks together become the last message.
+    """
     blocks = defaultdict[str, list[Any]](list)
     for block in message.content:
         blocks[block["type"]].append(block)

@@ -30,9 +30,9 @@ class AsyncLLM(EngineClient):
     event loop after each step. Detokenizing takes a few microseconds per token. With `async_scheduling`, the device
     computes the next step while the engine's thread detokenizes.
 
-    When a task is cancelled or leaves its `async for` loop, the task's request ends, and the request's cache blocks are
-    freed before the next step. An error in a request is raised in the task that waits for the request. An error in a
-    step ends the engine, and raises EngineDeadError in all tasks.
+    A request ends when its task is cancelled or leaves the `async for` loop. The request's cache blocks are freed
+    before the next step. An error in a request is raised in the task that waits for the request. An error in a step
+    ends the engine, and raises EngineDeadError in all tasks.
     """
 
     engine: LLM

@@ -18,7 +18,7 @@ class AsyncRequest:
     """
 
     def __init__(self, request: CompletionRequest, name: str):
-        """name: the id under which the caller knows the request, instead of the engine's `request_id`."""
+        """name: the caller's id of the request, in contrast to the engine's `request_id`."""
         self.request, self.name = request, name
         self.request_id, self.num_answers = request.request_id, len(request.group)
         self.arrival_time = time()

@@ -34,7 +34,7 @@ def template_arguments(
     Raises ApiError if the client sets an argument that clients must not set.
 
     template: the server's template, or several templates by name.
-    is_trusting: whether the server renders the templates of clients, although a template is a program.
+    is_trusting: whether the server renders templates from clients. A template is a program.
     """
     kwargs = body.chat_template_kwargs or {}
     problem = "chat_template: is a program, which this server accepts only with --trust-request-chat-template"

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line. For `serve`, store vLLM's engine flags that do not exist here in `vllm_settings`."""
+    """Parse the command line. For `serve`, collect in `vllm_settings` the engine flags that only vLLM has."""
     chosen = next((argument for argument in arguments if argument in COMMANDS), None)
     parser, commands = make_parser()
     if chosen is not None:

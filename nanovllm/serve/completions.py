@@ -97,7 +97,7 @@ class CompletionAnswer(Answer):
 
 
 def _without_tokens(answer: Any) -> Any:
-    """Remove the token that the engine has generated although the request has `max_tokens=0`."""
+    """Remove the token that the engine generates even for `max_tokens=0`."""
     logprobs: list | None = None if answer.logprobs is None else []
     reason = answer.finish_reason and "length"
     return replace(answer, text="", token_ids=[], logprobs=logprobs, finish_reason=reason, stop_reason=None)

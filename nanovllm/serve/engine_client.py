@@ -43,10 +43,10 @@ class EngineDeadError(RuntimeError):
 class EngineClient(ABC):
     """Generates text for any number of tasks of one event loop: `async for output in llm.generate(prompt, params)`.
 
-    Five thread pools prepare requests. One pool renders chat templates and tokenizes, one (a single thread) tokenizes
-    long texts, one reads images, one compiles grammars, and one renders templates that may be slow. The subclass
-    AsyncLLM computes answers with an engine in this process. The subclasses FrontClient and AsyncReplicas use engines
-    in other processes. Subclasses call `_forget` when a request has ended.
+    Five thread pools prepare requests: one each for ordinary prompts, long texts (a single thread), images, grammars,
+    and templates that may be slow. The subclass AsyncLLM computes answers with an engine in this process. The
+    subclasses FrontClient and AsyncReplicas use engines in other processes. Subclasses call `_forget` when a request
+    has ended.
     """
 
     engine: LLM | None = None  # the engine, if it runs in this process
@@ -124,7 +124,7 @@ class EngineClient(ABC):
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
     ) -> AsyncIterator[RequestOutput]:
-        """Yield the answers to a prompt each time they grow. The last output has `finished=True`.
+        """Yield the answers to a prompt each time the answers grow. The last output has `finished=True`.
 
         `prompt`, `sampling_params`, `priority` and `lora_request` are the same as for `LLM.add_request`, and raise the
         same errors. Other options are `chat_template_kwargs` (see `LLM.chat`), `cache_salt` (see `submit`), and a

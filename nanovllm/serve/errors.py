@@ -95,7 +95,7 @@ def api_error(error: BaseException, fields: Container[str] | None = None) -> Api
 
 @contextmanager
 def about(fields: Container[str]) -> Iterator[None]:
-    """Convert errors in a `with` block to ApiErrors. The block checks a request that may have these fields."""
+    """Convert errors in a `with` block to ApiErrors. The block checks a request that may have the given `fields`."""
     try:
         yield
     except Exception as error:

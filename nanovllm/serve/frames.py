@@ -1,4 +1,4 @@
-"""Defines frames, which describe the changes of a step, and `View`, the state after a number of frames.
+"""Defines frames, which describe the changes of a step, and `View`, which is the state after a number of frames.
 
 A frame is a JSON-serializable dict of differences from the previous frame. Empty fields are left out.
 

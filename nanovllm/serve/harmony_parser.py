@@ -17,7 +17,7 @@ BETWEEN = "\n\n"  # is put between two messages of the same kind
 class HarmonyParser:
     """Splits the text of one answer into reasoning, content and calls.
 
-    A *control* is a text such as `<|start|>`. The token ids show whether it is a special token, or is spelled by
+    A *control* is a text such as `<|start|>`. The token ids show whether a control is a special token or is spelled by
     ordinary tokens.
     """
 
@@ -44,10 +44,11 @@ class HarmonyParser:
     def feed(
         self, text: str, is_last: bool = False, token_ids: list[int] | None = None
     ) -> tuple[str, str | list[Part]]:
-        """Return the new reasoning and the new content. Text that may be part of a control is held back.
+        """Return the new reasoning and the new content.
 
-        With `finds_calls`, the content is a list of texts and complete calls, so that no text is mistaken for a call.
-        If the arguments of a call are not a JSON object, the call becomes a text.
+        Text that may be part of a control such as `<|start|>` is held back. With `finds_calls`, the content is a list
+        of texts and complete calls, so that no text is mistaken for a call. If the arguments of a call are not a JSON
+        object, the call becomes a text.
 
         token_ids: all new token ids, even if their text comes later; `None` if unknown.
         """

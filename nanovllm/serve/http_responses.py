@@ -38,7 +38,7 @@ def error_response(error: ApiError, path: str, **headers: str) -> Response:
 
 
 def has_route(scope: Scope, method: str) -> bool:
-    """Return whether the application has a route for the path of a request, with this method."""
+    """Return whether the application has a route for the request's path with this method."""
     return any(route.matches({**scope, "method": method})[0] is Match.FULL for route in scope["app"].routes)
 
 
@@ -134,7 +134,7 @@ class EventStream(Response):
             self._is_over.set_exception(error)
 
     def _send_heartbeat(self) -> None:
-        """Write a comment, which clients ignore, unless an event was written since the last call."""
+        """If no event was written since the last call, write a comment, which clients ignore."""
         if self._is_silent and self._connection.is_writable and not self._is_over.done():
             self._connection.write_chunk(COMMENT)
         self._is_silent = True

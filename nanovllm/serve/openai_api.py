@@ -159,7 +159,7 @@ class Api:
     async def _rendered(self, body: protocol.TextBody, prompt: Any, template_arguments: dict[str, Any] | None) -> Any:
         """If rendering a conversation may be slow, render it in the sandbox. Return other prompts unchanged.
 
-        Raises ValueError if the sandbox would have to render images, which it does not support.
+        Raises ValueError if the conversation has images, which the sandbox does not support.
         """
         if isinstance(body, protocol.ChatFields) and may_take_long(body, self.chat_template):
             if has_images(prompt) and self.llm.input_processor.config.model_config.vision is not None:

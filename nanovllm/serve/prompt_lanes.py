@@ -115,7 +115,7 @@ def tokens_prompt(token_ids: list[int], text: str | None, images: Any = None) ->
 
 
 def longest_token(tokenizer: Any) -> int | None:
-    """Return the most bytes of normalized UTF-8 text that a token can stand for; `None` if there is no bound.
+    """Return the maximum number of bytes of normalized UTF-8 text per token, or `None` if there is no maximum.
 
     There is a bound under three conditions:
     - The vocabulary contains every byte, so no token represents unknown text.

@@ -64,7 +64,7 @@ class ReasoningParser:
         return self._place != "before"
 
     def _passes_repetition(self, is_last: bool) -> bool:
-        """Drop the begin marker if the model repeats it, although the prompt has already opened the reasoning.
+        """Drop the model's begin marker if the prompt has already opened the reasoning.
 
         Return False if more text is needed.
         """

@@ -44,7 +44,8 @@ class RequestLimits:
     ):
         """endpoints: maps a path to the function that answers POST requests instead of `app`. Each iteration of the
         event loop admits only a few POST requests, so that a burst does not delay other work.
-        expects_images: whether bodies may be long because of images. If so, long bodies with many commas are refused.
+        expects_images: whether bodies may be long because of images. With images, long bodies with many commas are
+            refused.
         """
         self._expects_images = expects_images
         self._endpoints, self._turns = endpoints, LoopTurns(*ADMITTED_PER_TURN, REQUEST_SECONDS)
@@ -224,7 +225,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Feed data to the parser. If a request asks for an upgrade, parse it again without the upgrade header.
 
         The parser stops before the body of a request that asks for an upgrade. A new parser then reads the request
-        again, because the old parser accepts no further request after `connection: close` or an HTTP/1.0 request.
+        again. The old parser would accept no further request after `connection: close` or an HTTP/1.0 request.
         """
         while data:
             try:

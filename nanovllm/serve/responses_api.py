@@ -59,7 +59,7 @@ class Conversation(ChatBody):
 
 
 class ResponseStore:
-    """Stores each response and the conversation items that precede it, as JSON, by the id of the response.
+    """Stores each response as JSON under its id, with the conversation items that precede the response.
 
     If there are too many responses or bytes, the least recently used responses are dropped. Only the event loop's
     thread may use the store.

@@ -63,7 +63,7 @@ class ServerSettings:
     body_timeout: seconds within which the body of a request must arrive.
     timeout_keep_alive: seconds after which an idle connection is closed; by default the value of the environment
         variable VLLM_HTTP_TIMEOUT_KEEP_ALIVE, or 120 if it is not set. Many clients reuse connections that were idle
-        for up to 90 seconds, and a client's request fails if the server closes the connection at the same moment.
+        for up to 90 seconds. A request fails if the server closes the connection at the same moment.
     max_connections: maximum number of open connections. To accept a further connection, the server closes the
         connection that has been idle longest. If no connection is idle, the new connection gets a 503.
     drain_seconds: the number of seconds that running requests get to finish after SIGTERM or Ctrl-C.
@@ -147,7 +147,7 @@ class ServerSettings:
 
     @property
     def num_fronts(self) -> int:
-        """The number of HTTP processes in addition to the engine's process. With replicas, there are none."""
+        """The number of HTTP processes in addition to the engine's process. With replicas, the number is 0."""
         if self.data_parallel_size > 1 or self.enable_dev_endpoints:
             return 0
         if self.api_server_count is None:

@@ -19,7 +19,7 @@ def structured_outputs(body: GenerationBody) -> dict[str, Any] | None:
 
 
 def with_own_field(error: ApiError, body: GenerationBody) -> ApiError:
-    """Change an error, so that it names the field that the client sent, such as `response_format`."""
+    """Make an error name the field that the client sent, such as `response_format`."""
     if error.param == "structured_outputs" and (structures := _structures(body)):
         field = next(iter(structures))
         error.rename({"structured_outputs": "tools" if field == "tool_choice" else field})

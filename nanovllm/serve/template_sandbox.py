@@ -62,9 +62,9 @@ Process = subprocess.Popen[bytes]
 def may_take_long(body: Any, own_template: Any) -> bool:
     """Return whether rendering a conversation (a protocol.ChatFields) may be slow.
 
-    Rendering may be slow if the client sends a template, or if the server's template could loop over many messages, or
-    over arguments other than bools and short texts. A number is harmless if the argument's name does not occur in the
-    template.
+    Rendering may be slow if the client sends a template. The server's template may be slow if it could loop over many
+    messages, or over arguments other than bools and short texts. A number can't make rendering slow if the template
+    does not contain the argument's name.
     """
     unused = lambda name, x: isinstance(x, (int, float)) and name not in str(own_template)
     arguments = (body.chat_template_kwargs or {}).items()

@@ -37,7 +37,7 @@ class ToolParser:
     def feed(self, text: str, is_last: bool = False) -> list[Part]:
         """Append `text` to the held text, and return the content and the complete calls in the held text.
 
-        With `is_last`, no text remains held.
+        With `is_last`, no text is held back.
         """
         return [text] if text else []
 
@@ -150,7 +150,7 @@ class MarkedParser(ToolParser):
         return True
 
     def _content(self, end: int) -> str:
-        """Move `_start` to `end`. Return the text in between, or "" while it may be white space around a call."""
+        """Move `_start` to `end`. Return the text in between, or "" while the text may be white space around a call."""
         text, self._start = self._held[self._start : end], end
         if self._space is not None:
             self._space.append(text)
@@ -393,7 +393,7 @@ def parsed(text: str) -> Any:
 
 
 class JsonScanner:
-    """Finds the end of a JSON object or list whose text is still arriving, reading each character once.
+    """Finds the end of a JSON object or list while its text arrives. The scanner reads each character once.
 
     The scanner detects some invalid JSON early, such as a word after a string. `parsed` detects the remaining errors.
     """
@@ -457,7 +457,7 @@ def _calls_of(value: Any, may_lack: bool = True) -> list[ToolCall]:
 
 
 def _call_of(value: Any, may_lack: bool) -> ToolCall | None:
-    """Return the call that a JSON value describes; None if it is not a call."""
+    """Return the call that a JSON value describes, or None if the value is not a call."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):  # OpenAI's clients write calls in this form
         value = value["function"]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
@@ -482,7 +482,10 @@ def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
 
 
 def length_before(tag: str, text: str, is_last: bool) -> int:
-    """Return how many characters precede `tag` or, unless `is_last`, the beginning of `tag` at the end of `text`."""
+    """Return how many characters precede `tag` in `text`.
+
+    Unless `is_last` is set, an incomplete `tag` at the end of `text` counts as `tag`.
+    """
     if (begin := text.find(tag)) >= 0 or is_last:
         return begin if begin >= 0 else len(text)
     longest = min(len(text), len(tag) - 1)

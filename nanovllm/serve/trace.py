@@ -50,9 +50,9 @@ def trace(llm: LLM, path: str | Path, max_steps: int = 20_000) -> Iterator["Step
 class StepRecorder:
     """Makes a frame of the engine's state after each step, and stores the last `max_frames` frames.
 
-    A frame stores differences, so the time to make a frame depends on the numbers of running sequences and changed
-    blocks, not on the size of the cache. Any number of threads may read the frames. Dropped frames are merged into a
-    key frame, from which every reader starts.
+    A frame stores only differences. The time to make a frame therefore depends on the numbers of running sequences and
+    changed blocks, not on the size of the cache. Any number of threads may read the frames. Dropped frames are merged
+    into a key frame, from which every reader starts.
     """
 
     def __init__(self, llm: LLM, max_frames: int = 512):
@@ -286,7 +286,10 @@ class StepRecorder:
         return name
 
     def _has_missed(self, step: ScheduledStep) -> bool:
-        """Return whether a sequence came and went between two frames. It may have evicted blocks unnoticed."""
+        """Return whether a sequence started and ended between two frames.
+
+        A missed sequence may have evicted blocks unnoticed.
+        """
         seqs = chain((seq for seq, _, _ in step.chunks), step.sampled_seqs[step.num_decodes :])
         return any(seq not in self._tables and seq not in self._just_released for seq in seqs)
 

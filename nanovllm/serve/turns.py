@@ -20,7 +20,10 @@ class ClientTurns:
         self._turns: WeakValueDictionary[Hashable, asyncio.Semaphore] = WeakValueDictionary()  # only semaphores in use
 
     async def run(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Run `call` when the client has a free turn. If the client disconnects, `call` goes on, and keeps its turn."""
+        """Run `call` when the client has a free turn.
+
+        If the client disconnects, `call` continues and keeps its turn.
+        """
         turn = self._turns.setdefault(CLIENT.get(), asyncio.Semaphore(self._num_turns))
         await turn.acquire()
         task = asyncio.ensure_future(call())
@@ -32,8 +35,8 @@ class LoopTurns:
     """Admits a few tasks in each iteration of the event loop, in order of arrival.
 
     An iteration admits between `least` and `most` tasks: as many as fit into half the duration of the previous
-    iteration, if each task takes `seconds`. If the number were fixed, tasks would wait too long when other work makes
-    iterations long.
+    iteration, if each task takes `seconds`. If the number of admitted tasks were fixed, tasks would wait too long when
+    other work makes iterations long.
     """
 
     def __init__(self, least: int, most: int = 0, seconds: float = 1.0):

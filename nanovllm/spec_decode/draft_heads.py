@@ -24,11 +24,11 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 class Head(DraftModel):
     """A draft head with one layer and a cache of the model's hidden states.
 
-    Each step of the model writes hidden states to this cache, indexed by the model's cache slots, even if nothing is
-    drafted. So the cache stays correct after a prefix hit, a fork or a preemption. When the head drafts, it computes
-    its own keys and values. The keys and values of a position (a row) also depend on the token at the next position.
-    For the last row of a shared block, this token may differ between sequences. This row is exact only for the sequence
-    that computed it last, so drafts of other sequences may be slightly worse.
+    Each step of the model writes hidden states to the cache slots of its tokens, even if nothing is drafted. The cache
+    therefore stays correct after a prefix hit, a fork or a preemption. When the head drafts, it computes its own keys
+    and values. The keys and values of a position (a row) also depend on the token at the next position. For the last
+    row of a shared block, the next token may differ between sequences. The block's last row is exact only for the
+    sequence that computed it last. Drafts of other sequences may be slightly worse.
 
     In a chain of drafts, the head writes its own hidden states to the cache. Later in the step, the model overwrites
     the head's hidden states.
@@ -104,7 +104,7 @@ def watch_input(layer: nn.Module, use: Callable[[torch.Tensor], None]) -> None:
     """In each step, call `use` with a copy of the layer's input [T, hidden_size].
 
     Most fused layers pass their input to the norm before the MLP, as the residual. A hook on this norm costs less than
-    a hook on the layer, which would have to compute its input separately.
+    a hook on the layer, which would have to compute the layer's input separately.
     """
 
     def at_norm(norm: nn.Module, args: tuple) -> None:

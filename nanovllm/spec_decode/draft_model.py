@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 class DraftModel:
     """A draft model with a separate KV cache. The cache uses the target model's block ids.
 
-    There is no second block manager: a block is always allocated in both caches. A row is the keys and values of one
-    position of a sequence. Before the draft model drafts for a sequence, it computes the sequence's missing rows. The
-    cache may lack rows of the prompt, of blocks that a preemption has freed, or of tokens that were generated without
-    drafts.
+    There is no second block manager: a block is always allocated in both caches. A row consists of the keys and values
+    of one position in a sequence. Before the draft model drafts for a sequence, it computes the sequence's missing
+    rows. The cache may lack rows for the prompt, for blocks that a preemption has freed, or for tokens that were
+    generated without drafts.
 
     Each rank has the whole draft model. The ranks' results may differ in their last bits, so an all-reduce makes the
     ranks agree on each draft.
@@ -42,7 +42,10 @@ class DraftModel:
     shift = 0
 
     def __init__(self, runner: "BatchRunner"):
-        """Load the weights, and add the layers to the runner's cache groups, whose memory is allocated later."""
+        """Load the weights, and add the layers to the runner's cache groups.
+
+        The memory of the cache groups is allocated later.
+        """
         config = runner.config
         self.runner, self.sampler, self.backend = runner, Sampler(), backend_class(config.attention_backend)()
         with torch.device(runner.device):

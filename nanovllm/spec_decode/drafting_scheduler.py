@@ -52,7 +52,7 @@ class Pace:
             self.next_pause = PAUSES[0]
 
     def missed(self) -> None:
-        """Record that the sequence waited for its token, but nothing was drafted."""
+        """Record a step in which the sequence waited for its token but got no drafts."""
         self.misses += 1
         if self.misses == MEMORY // 2:
             self._rest()
@@ -62,7 +62,7 @@ class Pace:
 
 
 def width_that_pays(drafts: list[tuple[int, float]], num_seqs: int, cost: StepCost) -> int:
-    """Return the number of drafts per sequence that maximizes throughput, if all sequences have equally many rows.
+    """Return the number of drafts per sequence that maximizes throughput. All sequences get the same number of rows.
 
     `drafts` contains a pair for each sequence that drafts: the number of drafts, and the expected number of accepted
     drafts.
@@ -106,7 +106,7 @@ class DraftingScheduler(Scheduler):
         return changed
 
     def _account(self, step: ScheduledStep, num_tokens: float) -> None:
-        """Add to `lost` the loss of a step that generated `num_tokens` tokens per sequence on average.
+        """Add the loss of a step to `lost`. The step generated `num_tokens` tokens per sequence on average.
 
         Losses are measured in units of a step without drafts.
         """

@@ -1,4 +1,4 @@
-"""Drafts by prompt lookup, which copies the tokens that followed an earlier occurrence of a sequence's last tokens.
+"""Drafts by prompt lookup: finds an earlier occurrence of a sequence's last tokens, and copies the tokens after it.
 
 Source: Saxena, "Prompt lookup decoding" (2023).
 """
@@ -8,7 +8,7 @@ from nanovllm.spec_decode.proposer import Proposer
 
 
 class NGram(Proposer):
-    """Finds the longest n-gram at a sequence's end that occurred before.
+    """Finds the longest n-gram at the end of a sequence that also occurs earlier in the sequence.
 
     The drafts are the tokens that followed the n-gram's latest occurrence. If too few tokens followed, the drafts
     repeat these tokens.

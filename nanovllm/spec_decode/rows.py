@@ -29,7 +29,7 @@ def rows_of_drafts(k: int, req_indices: Any, num_reserved: Any, lengths: Any, la
 def accept_drafts(
     req_indices: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, tables: RequestTables
 ) -> torch.Tensor:
-    """Return how many of its k sampled tokens each sequence gets, [S] int32.
+    """Return the number of sampled tokens that each sequence gets: [S] int32, at most k.
 
     A draft is accepted if it and all earlier drafts equal the tokens sampled at their positions. A row at the same
     position as the previous row contains no draft. The tables receive each sequence's new length and last token.
@@ -46,7 +46,7 @@ def accept_drafts(
 
 
 class ChainShape(NamedTuple):
-    """The shape of the draft chains in a step. It is a compile-time constant of the kernel."""
+    """The shape of the draft chains in a step. The shape is a compile-time constant of the kernel."""
 
     num_steps: int  # maximum drafts per sequence
     width: int  # rows of a sequence in the first step; each further step has one row
@@ -99,7 +99,7 @@ def place_chains(
 def slots_of(
     tables: RequestTables, block_size: int, req_indices: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Return the cache slots of positions of requests.
+    """Map positions of requests to cache slots.
 
     `req_indices`, `positions` and the result are int64 tensors of the same shape.
     """

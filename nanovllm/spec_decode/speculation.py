@@ -35,8 +35,8 @@ class Speculation(StepFeature):
 
         `drafts` is [D, tokens_per_row - 1], with -1 where there is no draft.
 
-        For a drafter on the device, each row of `behind` [B, 2] contains the request index of a sequence that must
-        catch up, and whether the sequence is new.
+        For a drafter on the device, a row of `behind` [B, 2] describes a sequence that must catch up: its request
+        index, and whether the sequence is new.
         """
         req_indices, all_reserved = (np.array(x, np.int64) for x in (step.req_indices, step.num_reserved))
         rows = (all_reserved > 1).nonzero()[0]

@@ -23,9 +23,9 @@ class SuffixAutomaton:
     Building the index takes time and memory linear in the length of the texts.
 
     A state stands for all contexts that end at the same positions. `lengths[s]` is the length of the longest context of
-    state s. `links[s]` is the state of the longest suffix of that context that also ends at other positions. `next[s]`
-    maps a token to the state of the contexts followed by this token. `counts[s]` is the approximate number of
-    occurrences.
+    state s. `links[s]`, the suffix link of state s, is the state of the longest suffix that does not belong to s
+    itself. `next[s]` maps a token to the state of the contexts followed by this token. `counts[s]` is the approximate
+    number of occurrences.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,10 @@ class SuffixAutomaton:
         return (self.next[state][token_id], length + 1) if state >= 0 else (ROOT, 0)
 
     def context(self, state: int, length: int, depth: int) -> tuple[int, int]:
-        """Return the state and length of a context's longest suffix with a continuation and at most `depth` tokens."""
+        """Find the longest suffix of a context that has a continuation and at most `depth` tokens.
+
+        Return the suffix's state and length.
+        """
         while state > ROOT and (not self.next[state] or self.lengths[self.links[state]] >= depth):
             state = self.links[state]
             length = self.lengths[state]

@@ -137,7 +137,7 @@ class Constraint:
         return self._free_but_ends if self.has_grammar else self._free
 
     def token_limit(self) -> int:
-        """Return the length of the sequence, in tokens, at which it needs a new mask."""
+        """Return the length of the sequence, in tokens, at which the sequence needs a new mask."""
         seq, reasoning = self._seq, self.reasoning
         if reasoning is None or self._budget is None or reasoning.stage is Stage.ENDED:
             return seq.max_num_tokens

@@ -25,7 +25,7 @@ class Automata:
 class Grammar:
     """A compiled grammar. The small automata have at most `MAX_KEPT_STATES` states, which are enough for most grammars.
 
-    Sequences that need more states share larger automata, whose size only llguidance limits. The larger automata are
+    Sequences that need more states share larger automata, which are limited only by llguidance. The larger automata are
     freed when no sequence uses them anymore.
     """
 
@@ -59,7 +59,7 @@ class Grammar:
         self._mask_seconds = mean + (seconds - mean) / 8
 
     def token_ids_of_byte(self, byte: int) -> list[int]:
-        """Return [id of the token that consists of this byte], or [] if there is no such token."""
+        """Return a list with the id of the token that consists of this byte, or [] if there is no such token."""
         tokenizer = self._tokenizer
         ids = tokenizer.greedy_tokenize(chr(byte)) if byte < 128 else tokenizer.tokenize_bytes(bytes([byte]))
         return ids if tokenizer.decode_bytes(ids) == bytes([byte]) else []

@@ -96,8 +96,8 @@ _lock = threading.Lock()  # held for seconds at the first structured request of 
 def constrain(group: list[Sequence], processor: "InputProcessor") -> None:
     """Attach a constraint to each sequence of a request.
 
-    Raises ValueError if llguidance is missing or refuses the grammar, if no first token is allowed, or if a reasoning
-    budget is set without a reasoning parser.
+    Raises ValueError if llguidance is missing or refuses the grammar, or if no first token is allowed. Also raises
+    ValueError for a reasoning budget without a reasoning parser.
     """
     params, model = group[0].params, processor.config.model_config
     if params.thinking_token_budget is not None and params.reasoning_parser is None:

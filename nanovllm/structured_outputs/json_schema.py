@@ -2,9 +2,9 @@
 
 llguidance ignores keywords that JSON Schema does not define. However, llguidance refuses an unknown `format`, an
 unknown dialect, and some keywords whose values allow everything. This module removes the refused formats, dialects and
-keywords. The keyword `propertyNames` is unsupported, and `oneOf` is supported only if llguidance can prove that no
-value is valid for two of the schemas. Where possible, this module replaces `propertyNames` and `oneOf` with other
-keywords. All other unsupported keywords remain in the schema, and the error message of llguidance names them.
+keywords. The keyword `propertyNames` is unsupported. `oneOf` is supported only if llguidance can prove that no value is
+valid for two of its schemas. Where possible, this module replaces `propertyNames` and `oneOf` with other keywords. All
+other unsupported keywords remain in the schema, and the error message of llguidance names them.
 """
 
 import json
@@ -280,7 +280,7 @@ def _allowed_strings(schema: Any, resource: dict[str, Any]) -> str | dict[str, N
 
 
 def _rules(schema: Any) -> dict[str, Any]:
-    """Return the keywords of a schema that constrain strings, except `type`."""
+    """Return a schema's keywords that constrain strings, except `type`."""
     rules = {name: schema[name] for name in OF_STRINGS if name in schema} if isinstance(schema, dict) else {}
     return {name: value for name, value in rules.items() if not (name == "format" and _is_annotation(value))}
 

@@ -76,8 +76,8 @@ class CompileSandbox:
     def close(self) -> None:
         """End the processes, except in a forked child, which does not own them.
 
-        This method does not wait for calls of `error_of`, because a signal handler that has interrupted such a call may
-        call `close`.
+        This method does not wait for `error_of`, because the caller may be a signal handler that has interrupted
+        `error_of`.
         """
         if os.getpid() != self._pid:
             return

@@ -28,12 +28,15 @@ class BlockFiles:
 
     The name of a file is the hash of the block. A file contains a header, the token ids, and the rows of bytes in which
     the tier in host memory stores the block. `read` and `write` may be called by any thread, and all other methods only
-    by the engine's thread. Several engines may use the same folder. If one of them deletes a file, the others fail to
-    read it, and compute the block again.
+    by the engine's thread. Several engines may use the same folder. If one engine deletes a file, the other engines
+    fail to read the file, and compute the block again.
     """
 
     def __init__(self, folder: Path, max_bytes: int):
-        """`max_bytes` limits the size of all files together, including files of earlier engines, which are used."""
+        """`max_bytes` limits the total size of the files.
+
+        Files of earlier engines are used, and count toward this limit.
+        """
         self.folder, self.max_bytes = folder, max_bytes
         for file in folder.glob("*.tmp"):  # an engine may have ended early, or may write this file now
             with suppress(FileNotFoundError):
@@ -70,7 +73,7 @@ class BlockFiles:
     def write(self, block_hash: int, token_ids: list[int], rows: list[np.ndarray]) -> int:
         """Write a file, and return its size in bytes. Raises OSError.
 
-        The file gets its name when it is complete, so that a process that ends early leaves no torn file.
+        The file gets its name when it is complete, so that a process that ends early leaves no incomplete file.
         """
         parts = [packed_ids(token_ids), *rows]
         checksum = _checksum(parts)
@@ -89,7 +92,8 @@ class BlockFiles:
     def read(self, block_hash: int, token_ids: list[int], rows: list[np.ndarray]) -> None:
         """Read a file into `rows`.
 
-        Raises DamagedFileError, or another OSError if the file can't be read. `rows` may then contain anything.
+        Raises DamagedFileError, or another OSError if the file can't be read. After an error, `rows` may contain
+        anything.
         """
         path, expected_ids = self._path(block_hash), packed_ids(token_ids)
         with path.open("rb", buffering=0) as file:

@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 
 class CachedBlock(NamedTuple):
-    """Contents that the prefix cache stores for a full block of tokens, and where the device has or receives them.
+    """The contents that the prefix cache stores for a full block of tokens, and their place on the device.
 
     Equal contents have equal hashes. A hash covers all tokens from the start of the text, the cache salt, and a random
     number of this engine. Contents with equal hashes need not have equal token ids.
 
-    If a model has states or window tables, the prefix cache may store two contents for the same tokens: the block that
-    `Sequence.block_table` lists, with hash `h`, and the snapshot of the state or the blocks of the window tables, with
-    hash `~h`. Each of the two may be stored without the other.
+    If a model has states or window tables, the prefix cache may store two contents for the same tokens. The block in
+    `Sequence.block_table` has hash `h`. The other contents (a snapshot of the state, or blocks of the window tables)
+    have hash `~h`. Each of the two contents may be stored without the other.
     """
 
     block_hash: int
@@ -46,8 +46,8 @@ class Connector(ABC):
     def get(self, blocks: list[CachedBlock]) -> Callable[[], bool]:
         """Begin to copy stored blocks to the device.
 
-        Return a function that returns whether all copies have ended, and that raises OSError if a copy has failed.
-        `get` itself raises OSError if the store has dropped one of the blocks.
+        Return a function that tells whether all copies have ended, and that raises OSError if a copy has failed. `get`
+        itself raises OSError if the store has dropped one of the blocks.
         """
 
     @abstractmethod

@@ -48,7 +48,7 @@ class Write:
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """The blocks of one call of `get`. Some of them are read from files."""
+    """The blocks of one call of `get`. Some of the blocks are read from files."""
 
     blocks: list[CachedBlock]
     kept: list[Entry]  # entries of the other blocks, which must stay in host memory
@@ -59,15 +59,15 @@ class Read:
 
 
 class DiskTier(HostTier):
-    """Also writes the blocks in host memory to files, and reads the files of blocks that are not in host memory.
+    """Extends HostTier: writes blocks in host memory to files, and reads other blocks from files.
 
     Threads read and write the files while steps run. A block is written after it was copied to host memory. A block
     from a file is read into host memory, and is copied from there to the device. Host memory keeps the rows of a block
     until threads no longer use them.
 
-    The hashes of blocks contain a random number. This number is stored in the folder, so that a later engine with the
-    same weights computes equal hashes. If the prefix cache is cleared, the weights may have changed. The engine then
-    stops using the folder, and leaves the files as they are.
+    The hashes of blocks contain a random number. The random number is stored in the folder, so that a later engine with
+    the same weights computes equal hashes. If the prefix cache is cleared, the weights may have changed. The engine
+    then stops using the folder, and leaves the files as they are.
     """
 
     def __init__(self, engine: Engine, num_rows: int):
@@ -204,7 +204,7 @@ class DiskTier(HostTier):
         self._engine.scheduler.totals["disk_blocks"] += len(futures)
 
     def _release(self, read: Read) -> None:
-        """Free the rows of `read.entries`, whose blocks are not used, and let `read.kept` leave host memory again."""
+        """Free the rows of `read.entries`, whose blocks are not used. Allow `read.kept` to leave host memory again."""
         for entry in read.kept:
             entry.num_reads -= 1
         self._free_rows += [row for entry in read.entries.values() for row in entry.rows]

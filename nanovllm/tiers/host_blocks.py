@@ -75,7 +75,7 @@ class HostBlocks:
         return True
 
     def end_of_puts(self) -> Callable[[], bool]:
-        """Return a function that returns whether all copies of the previous calls of `put` have ended."""
+        """Return a function that tells whether all copies of previous calls of `put` have ended."""
         return lambda: True
 
     def order_steps(self, numbers: list[int]) -> None:
@@ -171,7 +171,7 @@ class HostCall(NamedTuple):
 
 
 def allocate(num_bytes: int) -> torch.Tensor:
-    """Return zeros in huge pages, if the host has them. Pinning small pages takes about a second per GiB."""
+    """Return zeros in huge pages, if the host supports huge pages. Pinning small pages takes about a second per GiB."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -98,9 +98,9 @@ class HostTier(Connector):
         return [i for i in block.block_ids for _ in range(num_rows_of(self._runner, i))]
 
     def _pop_rows(self, num_rows: int) -> list[int]:
-        """Return free rows. If there are too few, drop the least recently used entries that no copy reads.
+        """Return free rows. If there are too few free rows, drop the least recently used entries that no copy reads.
 
-        If there are still too few, drop nothing, and return an empty list.
+        If there are still too few free rows, drop nothing, and return an empty list.
         """
         dropped, num_missing = [], num_rows - len(self._free_rows)
         for block_hash, entry in self._entries.items():

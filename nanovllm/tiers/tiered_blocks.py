@@ -51,20 +51,20 @@ class Load:
 
 
 class TieredBlockManager(BlockManager):
-    """Copies blocks to a store before they are evicted, and loads them when a waiting sequence begins with them.
+    """Copies blocks to a store before eviction, and loads the blocks when a waiting sequence begins with them.
 
-    These methods replace methods of an engine's block manager. If a manager also stores other contents than the blocks
-    of `Sequence.block_table`, a subclass handles these contents.
+    These methods replace methods of an engine's block manager. If a manager stores more than the blocks of
+    `Sequence.block_table`, a subclass handles the additional contents.
 
-    **Out.** At the start of each step, the blocks that will be evicted next are stored. So the copy of a block has
-    usually ended long before its eviction, and the device does not wait. If a step evicts a block whose copy has not
+    **Out.** At the start of each step, the blocks that will be evicted next are stored. The copy of a block has usually
+    ended long before the block's eviction, so the device does not wait. If a step evicts a block whose copy has not
     ended, the step waits for the copy.
 
     **In.** If the store has blocks of a waiting sequence, the sequence keeps waiting while `fetch` loads these blocks
-    into free blocks. Meanwhile, other sequences run, and may overtake the sequence. When the load has ended, the loaded
-    blocks are the most recently used cached blocks, and the sequence is admitted with a prefix hit. If the sequence
-    does not fit at that time, the loaded blocks may be evicted, and the sequence does not load blocks a second time. So
-    no sequence waits forever.
+    into free blocks. Meanwhile, other sequences run, and may overtake the waiting sequence. When the load has ended,
+    the loaded blocks are the most recently used cached blocks, and the sequence is admitted with a prefix hit. If the
+    sequence does not fit when the load has ended, the loaded blocks may be evicted. The sequence does not load blocks a
+    second time, so no sequence waits forever.
     """
 
     connector: Connector
@@ -173,7 +173,7 @@ class TieredBlockManager(BlockManager):
         return keys[:end] + [(~block_hash, token_ids) for block_hash, token_ids in keys[self._first_needed(end) : end]]
 
     def _known_blocks(self, seq: Sequence) -> list[Key]:
-        """Return the keys of the blocks at the beginning of `seq`, as far as the device or the store has them."""
+        """Return the keys of the leading blocks of `seq` that are on the device or in the store."""
         keys: list[Key] = []
         for i in range((len(seq.token_ids) - 1) // self.block_size):
             self._extend_hashes(seq, i + 1)
@@ -242,7 +242,7 @@ class TieredBlockManager(BlockManager):
             self._put_at_once(evicted)
 
     def _put_at_once(self, contents: list[CachedBlock]) -> None:
-        """Store contents. Later steps wait for the copies, because they may overwrite the blocks."""
+        """Store contents. Later steps wait for the copies, because these steps may overwrite the blocks."""
         self._put(contents)
         self.connector.order_steps([block_id for content in contents for block_id in content.block_ids])
 
@@ -277,7 +277,7 @@ class TieredBlockManager(BlockManager):
                 yield from self._leaving(self.blocks[block_id])
 
     def _can_load(self, seq: Sequence, num_spare: int, prefix: list[Key]) -> bool:
-        """Return whether there is room for `seq`, and for what a load of `prefix` needs in addition."""
+        """Return whether `seq` fits, together with the additional memory that a load of `prefix` needs."""
         return self.can_allocate(seq, num_spare)
 
     def _num_reserved(self, num_blocks: int) -> int:
@@ -295,7 +295,7 @@ class TieredBlockManager(BlockManager):
 
 
 class TieredStates(TieredBlockManager, StateBlockManager):
-    """Also stores and loads snapshots of states.
+    """Extends TieredBlockManager: also stores and loads snapshots of states.
 
     A snapshot is stored when its block is evicted, or when its row is needed for another state.
     """
@@ -365,10 +365,12 @@ class TieredStates(TieredBlockManager, StateBlockManager):
 
 
 class TieredWindows(TieredBlockManager, WindowBlockManager):
-    """Also stores and loads columns of the window tables. The hash of a column is `~h`: see CachedBlock.
+    """Extends TieredBlockManager: also stores and loads columns of the window tables.
 
-    Most columns are freed when the window of a running sequence has passed them. Such columns only serve prompts that
-    diverge from this sequence within the next few blocks, so these columns are not stored. Columns are stored at the
+    The hash of a column is `~h`: see CachedBlock.
+
+    Most columns are freed when the window of a running sequence has passed them. Freed columns are not stored, because
+    they could serve only prompts that diverge from the sequence within the next few blocks. Columns are stored at the
     end of a prompt, at the end of a sequence, and at the end of a prefix that a second prompt shares.
     """
 
@@ -460,7 +462,7 @@ class TieredWindows(TieredBlockManager, WindowBlockManager):
 
 
 class TieredQueue(WaitingQueue):
-    """A waiting queue. Its method `first` begins loads, and skips sequences whose blocks are being loaded."""
+    """A waiting queue. The method `first` begins loads, and skips sequences whose blocks are being loaded."""
 
     def __init__(self, scheduler: "Scheduler", make_queue: Callable[[], WaitingQueue]):
         """`make_queue` makes the queue for sequences that wait for no load."""

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class DaemonThreads:
-    """Works like ThreadPoolExecutor, but threads keep working while Python exits, and Python does not wait for them."""
+    """Works like ThreadPoolExecutor, but threads keep working while Python exits, and Python does not wait."""
 
     def __init__(self, name: str, count: int):
         self._work: SimpleQueue[tuple[Future, Callable[[], Any]] | None] = SimpleQueue()

@@ -29,7 +29,8 @@ def find_model_type(raw: dict, file: Path) -> str:
 def find_by_architecture(raw: dict, file: Path) -> str:
     """Return the key in MODELS for the text model or the `architectures` of a config.json.
 
-    If there is a text model, this function imports its family. Raises ValueError if MODELS has no such key.
+    If there is a text model, this function imports the text model's family. Raises ValueError if MODELS has no such
+    key.
     """
     text, architectures = raw.get("text_config"), raw.get("architectures") or ()
     text_type = text.get("model_type") if isinstance(text, dict) else None

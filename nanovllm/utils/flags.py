@@ -57,7 +57,7 @@ def add_flags(
 ) -> None:
     """Add a group with a flag `--like-this` for each field. Unused flags are absent from the namespace.
 
-    several: fields whose flag takes all values that follow it. Flags of other fields are repeated for each value.
+    several: fields whose flag takes all following values. Flags of other fields are repeated for each value.
     defaults: descriptions of defaults that differ from the field's default.
     """
     group = parser.add_argument_group(title)
@@ -115,7 +115,8 @@ def _in_words_of_a_shell(text: str, flags: Mapping[str, str]) -> str:
 def _options(field: Field) -> dict[str, Any]:
     """Return argparse's options for a field.
 
-    If the field's type is a union, the first test below that finds one of its types decides. Other types are text.
+    If the field's type is a union, the first test below that matches one of the union's types decides. Values of other
+    types stay text.
     """
     hint = field.type
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)

@@ -23,7 +23,7 @@ find_distributions = importlib.metadata.packages_distributions
 def import_libraries(settings: Mapping[str, Any]) -> None:
     """Import transformers and PyTorch. PyTorch's native libraries are loaded in parallel, without the GIL.
 
-    Unless the engine's `settings` choose a CPU, CUDA is initialized, so forks of this process can't use CUDA. Garbage
+    If `settings` do not choose a CPU, CUDA is initialized. Forks of this process then can't use CUDA. Garbage
     collection skips the imported objects. A missing library raises no error before it is used. After Ctrl-C, the
     process ends with status 130, without waiting for the imports.
     """

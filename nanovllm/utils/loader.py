@@ -81,9 +81,9 @@ def default_weight_loader(param: torch.Tensor, loaded_weight) -> torch.Tensor:
 
 
 def check_shape(weight, shape: tuple[int, ...]):
-    """Return `weight`, or `weight(shape)` if it is a function. Raises ValueError unless the result has this shape.
+    """Return `weight`, or `weight(shape)` if `weight` is a function.
 
-    A weight is a tensor or a safetensors slice.
+    Raises ValueError unless the result has this shape. A weight is a tensor or a safetensors slice.
     """
     weight = weight(shape) if callable(weight) else weight
     stored_shape = tuple(weight.shape if isinstance(weight, torch.Tensor) else weight.get_shape())
@@ -93,7 +93,7 @@ def check_shape(weight, shape: tuple[int, ...]):
 
 
 class Shard(NamedTuple):
-    """Locates a rank's part of a checkpoint weight, both in this weight and in the rank's parameter."""
+    """Locates a rank's part of a weight, both in the checkpoint and in the rank's parameter."""
 
     shape: tuple[int, ...]  # of the checkpoint weight
     rows: slice = slice(None)  # of the checkpoint weight
@@ -102,7 +102,7 @@ class Shard(NamedTuple):
 
     @property
     def parts(self) -> list["Shard"]:
-        """The Shards of which this object consists: only itself. (A `RowRanges` consists of several Shards.)"""
+        """This Shard alone, as a list. (A `RowRanges` has several Shards.)"""
         return [self]
 
     def copy(self, target: torch.Tensor, weight) -> torch.Tensor:
@@ -126,9 +126,9 @@ def load_model(
     loader also gets a shard id. `show_progress` shows a bar if there are several files and loading takes more than
     BAR_DELAY.
 
-    Raises a ValueError that names a tensor if the tensor is missing, surplus, in two files, of the wrong shape or not
-    floating point, or contains NaN or infinity. Raises a ValueError or FileNotFoundError that names a broken or missing
-    file.
+    Raises a ValueError that names the tensor if a tensor is missing, surplus or in two files. Raises the same error if
+    a shape is wrong, a dtype is not floating point, or a value is NaN or infinite. Raises a ValueError or
+    FileNotFoundError that names a broken or missing file.
     """
     if quantization := model.config.quantization:
         quantization.prepare(model, device)
@@ -234,7 +234,7 @@ def weight_loaders(model: nn.Module) -> dict[str, tuple[Callable, list[Any]]]:
 
 
 def stored_modules(path: str, module: Any, packed_modules_mapping: dict) -> dict[str, list]:
-    """Return the checkpoint modules that are merged into `module`, as a dict from name to a list with the shard id.
+    """Return a dict that maps the name of each checkpoint module in `module` to a list with the shard id.
 
     `path` is the name of `module` in the model. If nothing is merged, the only shard id is []. Shards that `module`
     lacks, such as the values of some attention layers, are left out.

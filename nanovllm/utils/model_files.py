@@ -26,7 +26,7 @@ def find_model(model: str, revision: str | None = None, with_weights: bool = Tru
 def check_model(model: str, revision: str | None = None) -> None:
     """Raise the errors of `find_model` and `find_model_type` that commands can report before they import PyTorch.
 
-    The hub is not asked for an "owner/name", because loading the model asks for it anyway.
+    An "owner/name" is not looked up on the hub, because loading the model does so anyway.
     """
     if "/" in model and HUB_ID.fullmatch(model) and not Path(model).is_dir():
         return

@@ -13,10 +13,9 @@ Compute = Callable[[torch.Tensor | None], torch.Tensor]  # writes its result to 
 class PartialSum:
     """A tensor [T, N] in the form of summands, which the reader adds, ideally in a kernel that also does other work.
 
-    parts: [T, N] or, if split_k > 1, [split_k, T, N], which the reader sums over the first dimension.
-    barrier: the object with which the reading kernel waits until it can also add the other ranks' parts: see
-        distributed/peer_memory.py. None if only this rank has parts.
-    norm: the arguments of a norm that replaces the sum: see NormedSum in fused/norm_input.py. Otherwise None.
+    parts: [T, N], or [split_k, T, N] if split_k > 1. The reader adds the parts over the first dimension.
+    barrier: lets the reading kernel wait for the other ranks' parts (distributed/peer_memory.py), or None.
+    norm: the arguments of a norm that replaces the sum (NormedSum in fused/norm_input.py), or None.
     """
 
     __slots__ = ("device", "parts", "split_k")

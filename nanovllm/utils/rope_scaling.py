@@ -91,7 +91,10 @@ def _yarn_frequencies(periods: torch.Tensor, theta: float, rope: dict) -> torch.
 
 
 def _yarn_scale(rope: dict) -> float:
-    """Return the scale of cos and sin. Attention scores grow by the scale's square, which keeps attention sharp."""
+    """Return the scale of cos and sin.
+
+    Attention scores grow by the square of the scale, which keeps attention sharp.
+    """
 
     def scale(weight: float) -> float:
         return 1.0 if rope["factor"] <= 1 else 0.1 * weight * math.log(rope["factor"]) + 1.0

@@ -9,7 +9,10 @@ TEMPLATES = "additional_chat_templates/*.jinja"  # named templates, in addition 
 
 
 def load_with_version_4(name: str, folder: str, config: dict[str, Any]) -> Any:
-    """Load the tokenizer in `folder` with the class `name`. `config` is its tokenizer_config.json."""
+    """Load the tokenizer in `folder` with the class `name`.
+
+    `config` is the content of the folder's tokenizer_config.json.
+    """
     options: dict[str, Any] = {}
     if config.get("tokenizer_class") == "TokenizersBackend":
         name = "PreTrainedTokenizerFast"

@@ -8,7 +8,7 @@ from nanovllm.vision.prompt_images import images_in
 
 
 class ImageBlocks(BlockManager):
-    """Replaces methods of an engine's block manager, whatever its class.
+    """Replaces methods of an engine's block manager of any class.
 
     The contents of a block are its token ids, followed by the digests of the images that have a token in the block.
     Hashes and comparisons include the digests.

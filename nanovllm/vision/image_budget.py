@@ -1,7 +1,7 @@
 """Limits how many images a step encodes, because the sequences that decode in this step wait for the tower.
 
-The cost of an image is a number of tokens in the step's budget: the text model needs about as many operations for these
-tokens as the tower needs for the image.
+The cost of an image is a number of tokens in the step's budget. For that number of tokens, the text model needs about
+as many operations as the tower needs for the image.
 """
 
 from collections.abc import Callable
@@ -49,6 +49,6 @@ class ImageScheduler(Scheduler):
         return left._replace(num_tokens=left.num_tokens - sum(self._new_images(seq, end).values()))
 
     def _new_images(self, seq: Sequence, end: int) -> dict[int, int]:
-        """Return the cost of each image that the chunk up to `end` adds, by the index of the image's first token."""
+        """Return the costs of the images that the chunk up to `end` adds, by the index of an image's first token."""
         placed = images_in(seq, seq.num_computed_tokens, end)
         return {first: cost for image, first in placed if (cost := self.cost_of_image(image))}

@@ -26,7 +26,7 @@ def has_images(step: ScheduledStep) -> bool:
 class RequestImages(StepFeature):
     """The feature's state for a sequence is the sequence's PromptImages. Without images, a sequence has no state.
 
-    A VisionRunner uses this feature in all steps with chunks, because each new sequence must replace the `delta` (see
+    A VisionRunner uses this feature in all steps with chunks. Each new sequence must replace the `delta` (see
     PromptImages) of an earlier sequence with the same request index.
     """
 

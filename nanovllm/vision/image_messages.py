@@ -18,8 +18,8 @@ from nanovllm.vision.prompt_images import PromptImage
 class ImagePart(NamedTuple):
     """A part of a message to another rank, which computes an image's embeddings when all parts have arrived.
 
-    Together, the parts contain the image's pixels, followed by the digests of the images that the rank drops to make
-    room. `image` has no pixels.
+    Together, the parts contain the image's pixels and the digests of the images that the rank drops to free memory.
+    `image` has no pixels.
     """
 
     image: PromptImage

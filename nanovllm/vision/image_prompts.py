@@ -115,7 +115,7 @@ def _sources(prompt: Any) -> list:
 
 
 def _with_images(prompt: Any, found: Mapping[tuple[Any, bool], PromptImage]) -> Any:
-    """Return a prompt with the images in `found` in place of their sources."""
+    """Return a prompt in which the images in `found` replace their sources."""
     if not _sources(prompt):
         return prompt
     if not is_conversation(prompt):

@@ -1,6 +1,6 @@
 """Reads images, and cuts them into patches for the vision tower, as transformers' Qwen2VLImageProcessor does.
 
-This file is imported when an engine gets its first prompt with images, because Pillow is an extra.
+This file is imported when an engine gets its first prompt with images, because Pillow is an optional dependency.
 """
 
 import hashlib

@@ -138,7 +138,10 @@ def _shut_down(sock: socket.socket) -> None:
 
 
 def _public_address(host: str, port: int) -> tuple[str, int]:
-    """Return the public address of `host` to connect to, because a second lookup might return a private address."""
+    """Return a public address of `host`.
+
+    The caller connects to this address, because a second lookup might return a private address.
+    """
     addresses = [str(address[0]) for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     for address in addresses:
         ip: Any = ipaddress.ip_address(address)

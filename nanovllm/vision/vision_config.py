@@ -1,4 +1,4 @@
-"""Reads from a checkpoint's files the sizes of the vision tower, and how the text model reads images."""
+"""Reads the vision tower's sizes and the text model's image settings from a checkpoint's files."""
 
 from dataclasses import dataclass, replace
 from math import isqrt
@@ -119,7 +119,7 @@ def read_vision(
 ) -> VisionConfig | None:
     """Read config.json, whose content is `raw`, and the preprocessor_config.json next to `file`.
 
-    Return None if the checkpoint has no vision tower. The remaining arguments replace entries that the files lack.
+    Return None if the checkpoint has no vision tower. The other arguments are defaults for entries that the files lack.
     Raises ValueError or TypeError, which name the file, for unsupported entries.
     """
     if not (found := raw.get("vision_config")):

@@ -91,9 +91,9 @@ class ImageStore:
 
 @contextmanager
 def image_embeddings(decoder: Any, tokens: torch.Tensor, levels: torch.Tensor) -> Iterator[None]:
-    """Until a `with` block ends, let a decoder use the embeddings of images.
+    """During a `with` block, let a decoder use the embeddings of images.
 
-    The first of `levels` [1 + layers, N, hidden_size] replaces the embeddings of `tokens` [N], and the other levels are
+    The first of `levels` [1 + layers, N, hidden_size] replaces the embeddings of `tokens` [N]. The other levels are
     added to the outputs of the first layers.
     """
 
@@ -197,5 +197,5 @@ class VisionRunner(BatchRunner):
 
 
 def vision_runner(base: type[BatchRunner]) -> type[BatchRunner]:
-    """Return the class of a runner that takes images, for the same device as `base`."""
+    """Return a runner class that takes images, for the same device as `base`."""
     return type(f"Vision{base.__name__}", (VisionRunner, base), {})

@@ -1,9 +1,9 @@
 """Adds the results of low-rank adapters to the results of a linear layer: shrink computes A x, and expand adds B (A x).
 
-For a single row and an unquantized weight, the kernel of the linear layer itself adds B h to its results, for h = A x.
+For a single row and an unquantized weight, the linear layer's own kernel adds B h, where h = A x.
 
-Rows with the same adapter form groups, because all rows of a tile are multiplied by the same adapter. This is the
-segmented GEMM of Chen et al., "Punica: multi-tenant LoRA serving" (arXiv:2310.18547).
+Rows are grouped by adapter, because a tile multiplies all its rows by the same adapter. This is the segmented GEMM of
+Chen et al., "Punica: multi-tenant LoRA serving" (arXiv:2310.18547).
 """
 
 from typing import NamedTuple
@@ -63,10 +63,10 @@ def group_rows(slots: torch.Tensor, num_slots: int) -> RowGroups:
 
 @triton.jit
 def _rows_of_tile(starts_ptr, tile, TILES: tl.constexpr, FIRST: tl.constexpr):
-    """Return the slot of a tile, the first index of the tile in `RowGroups.order`, and the end of the slot's rows.
+    """Return a tile's slot, the tile's first index in `RowGroups.order`, and the end index of the slot's rows.
 
-    FIRST is the first slot: 0, or -1 to include the rows without an adapter. For a surplus tile, the returned slot does
-    not exist.
+    FIRST is the first slot: 0, or -1 to include the rows without an adapter. A surplus tile gets the number of a slot
+    that does not exist.
     """
     PADDED: tl.constexpr = triton.next_power_of_2(TILES.slots - FIRST)
     slots = FIRST + tl.arange(0, PADDED)
@@ -138,7 +138,7 @@ def _load_b(b_ptr, slot, n, is_n, rank, N, TILES: tl.constexpr):
 
 @triton.jit
 def _load_h(h_ptr, m, is_m, part, rank, T, TILES: tl.constexpr):
-    """Return h of one part, summed over the splits of the inputs."""
+    """Return h = A x for one part, summed over the splits of the inputs."""
     SPLITS: tl.constexpr = TILES.splits
     PADDED_RANK: tl.constexpr = TILES.padded_rank
     r = tl.arange(0, PADDED_RANK)[None, :]
@@ -239,7 +239,7 @@ def _tiles_of(x: torch.Tensor, stack, gated: bool = False) -> LoRATiles:
 
 
 def _shrink(x: torch.Tensor, stack, groups: RowGroups, tiles: LoRATiles) -> torch.Tensor:
-    """Return h = A x as summands [splits, T, parts * R] in the order of the groups."""
+    """Return h = A x as summands [splits, T, parts * R]. Rows are in the order of the groups."""
     num_rows, k = x.shape
     h = torch.empty((tiles.splits, num_rows, tiles.parts * tiles.max_rank), dtype=torch.float32, device=x.device)
     ranks, shared = (stack.ranks, stack.ranks.stride(0)), _shared(num_rows)
@@ -252,7 +252,7 @@ def _shrink(x: torch.Tensor, stack, groups: RowGroups, tiles: LoRATiles) -> torc
 
 
 def _num_row_tiles(num_rows: int, tiles: LoRATiles) -> int:
-    """Return a number of tiles that is enough for any division of the rows into groups."""
+    """Return a number of tiles that is enough for every possible grouping of the rows."""
     return min(num_rows, num_rows // tiles.tile_m + tiles.slots)
 
 

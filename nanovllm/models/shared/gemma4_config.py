@@ -14,7 +14,7 @@ HIDDEN_SIZE = "hidden_size_per_layer_input"
 
 
 class Gemma4Details(NamedTuple):
-    """The `Windows.more` of Gemma 4. A full layer is a layer without a window."""
+    """Gemma 4's value of `Windows.more`. A full layer is a layer without a window."""
 
     head_dim: int  # of full layers
     num_key_value_heads: int  # of full layers
@@ -61,7 +61,10 @@ def read_details(raw: dict, sizes: tuple[int | None, ...], file: Path) -> Gemma4
 
 
 def _read_sources(raw: dict, sizes: tuple[int | None, ...], file: Path) -> tuple[int, ...]:
-    """Return `Gemma4Details.sources`. The last layers read the cache of the last earlier layer with the same window."""
+    """Return `Gemma4Details.sources`.
+
+    The last layers share the cache of the last layer before them that has the same window.
+    """
     name = f"{file}: num_kv_shared_layers"
     num_own = len(sizes) - check_int(name, raw.get("num_kv_shared_layers", 0), low=0, high=len(sizes))
     last = {sizes[i]: i for i in range(num_own)}
@@ -71,7 +74,7 @@ def _read_sources(raw: dict, sizes: tuple[int | None, ...], file: Path) -> tuple
 
 
 def max_table_views(raw: dict, details: Windows) -> int:
-    """Return `ModelConfig.max_table_views`. With several ranks, no rank needs more views than a single rank would."""
+    """Return `ModelConfig.max_table_views`. The number of views is also enough for each of several ranks."""
     own = [size for i, size in enumerate(details.sizes) if details.more.sources[i] == i]
     num_full, more = own.count(None), details.more
     ratio = raw["head_dim"] * raw["num_key_value_heads"] / (more.head_dim * more.num_key_value_heads)

@@ -1,4 +1,4 @@
-"""Parts of Gemma 4: experts next to the MLP (26B-A4B), and embeddings for each layer (E2B and E4B)."""
+"""Parts of Gemma 4: experts next to the MLP (26B-A4B), and per-layer embeddings (E2B and E4B)."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Draft heads: a decoder layer that continues a model's hidden states.
+"""Draft heads, which are decoder layers that predict the model's next hidden states.
 
 Row `p` of a head reads the hidden state at position `p` and the embedding of the token at position `p + 1`. The head
 predicts the token at position `p + 2`, and computes a hidden state that replaces the model's hidden state at position

@@ -46,8 +46,8 @@ class GatedAttention(Qwen3Attention):
 class SharedExpertMoE(MoE):
     """A mixture of experts, and a shared expert that every token uses.
 
-    If the shared expert has the shape and the weight format of the other experts, it is the last expert in the stacked
-    weights, and the router's weight includes the shared expert's gate. The shared expert's parameters are then views of
+    A shared expert with the shape and the weight format of the other experts is the last expert in the stacked weights.
+    The router's weight then also contains the shared expert's gate. The shared expert's parameters are then views of
     the stacked weights, and loading fills the views. With expert parallelism or adapters, nothing is stacked.
     """
 

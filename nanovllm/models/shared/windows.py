@@ -11,7 +11,7 @@ from nanovllm.utils.checks import check_int
 
 
 class Windows(NamedTuple):
-    """The `ModelConfig.details` of families with windows."""
+    """The value of `ModelConfig.details` in families with windows."""
 
     sizes: tuple[int | None, ...]  # for each layer, how many tokens a token attends to; None: all
     rope: tuple[tuple[float, ...], float]  # `rope_inv_freq` and `rope_scale` of layers with a window

@@ -1,9 +1,9 @@
-"""The second GEMM of moe_gemm.py (after the activation) on Hopper, for many rows in 16 bits.
+"""The Hopper kernel for the second GEMM of moe_gemm.py (after the activation), for many 16-bit rows.
 
 The kernel is written in Gluon. Two warpgroups multiply, one warp loads, two warps store, and one warp looks up tiles.
 
 A tile has 128 rows of one expert (64 for each warpgroup) and 256 outputs. Multiplying a tile takes only 10
-microseconds. In this time, other warps store the 64 KiB of the previous tile, and look up the next tile.
+microseconds. Meanwhile, other warps store the 64 KiB of the previous tile, and look up the next tile.
 """
 
 from typing import NamedTuple
@@ -109,7 +109,7 @@ def _load(x_tiles, w_tiles, num_blocks, lookup, rings, PLAN: gl.constexpr):
 
 @gluon.jit
 def _load_pairs(pairs_ptr, tile, rows):
-    """Load the indices of the pairs (moe_routing.py) of a tile's `rows`, or 0 for rows that do not exist."""
+    """Load the pair index (moe_routing.py) of each of a tile's `rows`, or 0 for rows that do not exist."""
     expert, _, first_row, end_row = tile
     return gl.load(pairs_ptr + first_row + rows, (first_row + rows < end_row) & (expert >= 0), 0)
 
@@ -202,10 +202,10 @@ def _down_kernel(
 def experts_down(
     x: torch.Tensor, weight: torch.Tensor, rows: ExpertRows, routing: Routing, out: torch.Tensor
 ) -> torch.Tensor:
-    """Fill `out` [top_k, T, N] with each row of x [rows, K] times its expert's weight and its routing weight.
+    """Multiply each row of x [rows, K] by its expert's weight and its routing weight.
 
-    `weight` is [experts, N, K], and N is a multiple of 256. A row of x or of the weight has a multiple of 16 bytes. The
-    tiles of `rows` have 128 rows.
+    The results are stored in `out` [top_k, T, N]. `weight` is [experts, N, K], and N is a multiple of 256. The size of
+    a row of x or `weight` is a multiple of 16 bytes. The tiles of `rows` have 128 rows.
     """
     (num_tokens, top_k), (n, k) = routing.weights.shape, weight.shape[1:]
     num_tiles, num_blocks = len(rows.table), n // COLUMNS.value

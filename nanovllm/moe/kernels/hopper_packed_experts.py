@@ -120,10 +120,10 @@ def _packed_experts_kernel(
 def packed_rows(
     x: torch.Tensor, weight, bias: torch.Tensor | None, rows: ExpertRows, routing: Routing, out: torch.Tensor
 ) -> torch.Tensor:
-    """Fill `out` with each row of x times its expert's weight, plus the expert's bias.
+    """Multiply each row of x by its expert's weight, add the expert's bias, and store the result in `out`.
 
-    x [rows, K] has 16 bits. The rows of x are sorted as in `rows`, or x is a single row that all pairs share. `weight`
-    is a stack of Packed weights [experts, N, K] with contiguous groups. If `out` is [top_k, T, N], results are
+    x [rows, K] has 16 bits. The rows of x are in the order of `rows`, unless x is a single row that all pairs share.
+    `weight` is a stack of Packed weights [experts, N, K] with contiguous groups. If `out` is [top_k, T, N], results are
     multiplied by the routing weights. Otherwise, `out` is [rows, N].
     """
     (num_tokens, top_k), n = routing.weights.shape, out.shape[-1]

@@ -1,4 +1,4 @@
-"""Selects kernels by the number of tokens, for a mixture of experts and the norm before the router."""
+"""Selects the kernels of a mixture of experts and of the norm before the router, by the number of tokens."""
 
 from functools import partial
 
@@ -43,7 +43,7 @@ def sum_by_gemm(x, experts, weights, expert_ids, packed=packed_experts):
 
 
 def expert_linear(x, experts, name, expert_ids):
-    """Multiply each row of x [P, inputs] by its expert's weight, as the second GEMM does with a `top_k` of 1."""
+    """Multiply each row of x [P, inputs] by its expert's weight, as the second GEMM does for `top_k` = 1."""
     if len(x) == 0:
         return NotImplemented
     is_down, form = name == "down_proj", experts.format

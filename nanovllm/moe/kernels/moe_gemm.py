@@ -1,6 +1,6 @@
 """Mixture of experts for many tokens: grouped GEMMs over rows sorted by expert (moe_routing.py).
 
-With 8-bit weights, GPUs with FP8 units quantize the inputs of both GEMMs to e4m3, and other GPUs convert the weights to
+With 8-bit weights, GPUs with FP8 units quantize the inputs of both GEMMs to e4m3. Other GPUs convert 8-bit weights to
 the dtype of x.
 
 A token has `top_k` results, which are stored separately and added by the next norm. Adding the results here would need
@@ -39,7 +39,7 @@ MAX_SCALED_TILE_M = 64
 def choose_tile_m(num_pairs: int, num_experts: int, is_scaled: bool = False) -> int:
     """Return the smallest TILE_M that is at least 1.5 times the mean number of rows per expert, but at most 128.
 
-    A smaller tile would reread the expert's weights more often. With scales, TILE_M is at most MAX_SCALED_TILE_M.
+    With smaller tiles, an expert's weights would be read more often. With scales, TILE_M is at most MAX_SCALED_TILE_M.
     """
     tile_m = next((size for size in (16, 32, 64) if 2 * size * num_experts >= 3 * num_pairs), 128)
     return min(tile_m, MAX_SCALED_TILE_M) if is_scaled else tile_m
@@ -47,7 +47,7 @@ def choose_tile_m(num_pairs: int, num_experts: int, is_scaled: bool = False) -> 
 
 @triton.jit
 def add_bias(y, bias_ptr, row, is_row):
-    """Add the bias, if there is one, to y [tile_n, tile_m]. The first dimension of y belongs to outputs `row`."""
+    """Add the bias, if there is one, to y [tile_n, tile_m], which contains the outputs `row` [tile_n]."""
     if bias_ptr is not None:
         y += tl.load(bias_ptr + row, is_row, 0.0).to(tl.float32)[:, None]
     return y
@@ -73,8 +73,8 @@ def _grouped_kernel(
 ):
     """In each program, compute `tile_n` outputs of at most TILE_M rows of one expert.
 
-    With IS_GATED, the kernel computes the first GEMM and the activation. In this case, `x_tiles` is a plain pointer: x
-    is in the order of tokens, so the kernel gathers rows one by one.
+    With IS_GATED, the kernel computes the first GEMM and the activation. In the first GEMM, `x_tiles` is a plain
+    pointer: x is in the order of tokens, so the kernel gathers rows one by one.
     """
     gdc_launch_and_wait(PDL)
     weights_ptr, pairs_ptr, table_ptr = routing_ptrs
@@ -190,9 +190,9 @@ def moe_gemm(
 
     Return `out` [top_k, T, hidden], to be summed over the first dimension. Results of other ranks' experts are not
     written. `gate_up` is [experts, 2 * size, hidden], and `down` is [experts, hidden, size]. All tensors are
-    contiguous, and the size of a row is a multiple of 16 bytes. Scales of 8-bit weights are [experts, N / block rows, K
-    / block columns], and blocks have at least 32 columns. With `quantize`, activations are quantized to e4m3. `biases`
-    are [experts, 2 * size] and [experts, hidden].
+    contiguous, and the size of a row is a multiple of 16 bytes. Scales of 8-bit weights [experts, N, K] are [experts, N
+    / block rows, K / block columns]. A block has at least 32 columns. With `quantize`, activations are quantized to
+    e4m3. `biases` are [experts, 2 * size] and [experts, hidden].
     """
     is_scaled = isinstance(down, tuple)
     num_local, hidden, size = (down[0] if is_scaled else down).shape

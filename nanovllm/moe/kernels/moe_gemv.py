@@ -121,7 +121,7 @@ def _scales_of_parts(scale_ptr, begin, k, SHAPE: tl.constexpr):
 def _load_parts(ptr, k, is_row, SHAPE: tl.constexpr, TILE_K: tl.constexpr):
     """Load columns `k` [parts, LANE] of weights from pointers [rows, parts, LANE].
 
-    `is_row` [rows] is True for rows that exist. The other rows are 0.
+    `is_row` [rows] is True for rows that exist, and all other rows are filled with 0.
     """
     inside = is_row[:, None, None]
     if SHAPE.k % TILE_K > 0:
@@ -260,7 +260,7 @@ def moe_gemv(
     """Compute the experts for x [T, hidden] with T > 0. Return [T, hidden] in `out`, summed over this rank's experts.
 
     This rank's weights, starting at `first_expert`, are `gate_up` [experts, 2 * size, hidden] and `down` [experts,
-    hidden, size]. An RMS norm is applied to x first: `norm` is (weight [hidden], eps). All tensors are contiguous.
+    hidden, size]. First, x is normalized by the RMS norm `norm` (weight [hidden], eps). All tensors are contiguous.
     """
     (num_tokens, top_k), kernels = routing.expert_ids.shape, (_gate_up_gemv_kernel, _down_gemv_kernel)
     tile = GATE_UP_TILE

@@ -39,7 +39,7 @@ class ExpertRows(NamedTuple):
 def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Compute x W^T for x [T, K] and the router's weight W [experts, K]. Return summands [split_k, T, experts].
 
-    The result is float32 on Hopper, so that experts rarely have equal logits, and has the dtype of x on other GPUs.
+    The result is float32 on Hopper, so that experts rarely have equal logits. Other GPUs return the dtype of x.
     """
     num_experts, k = weight.shape
     if not has_tma(x.device) or x.dtype == torch.float32 or k % 8:
@@ -52,7 +52,7 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _load_logits(ptr, is_inside, part_size, SPLIT_K: tl.constexpr):
-    """Load the logits, each of them the sum of SPLIT_K summands."""
+    """Load the logits, adding up the SPLIT_K summands of each."""
     logits = tl.load(ptr, is_inside, float("-inf")).to(tl.float32)
     for part in tl.static_range(1, SPLIT_K):
         logits += tl.load(ptr + part * part_size, is_inside, 0.0).to(tl.float32)
@@ -73,7 +73,7 @@ class RouteSizes(NamedTuple):
 def _route_kernel(logits_ptr, terms, slot_mapping_ptr, out_ptrs, num_tokens, SIZES: tl.constexpr, PDL: tl.constexpr):
     """In each program, route `block_t` tokens.
 
-    NaN and columns without an expert count as -inf, so ids are always valid.
+    NaN logits and columns that belong to no expert are treated as -inf, so ids are always valid.
     """
     bias_ptr, factors_ptr = terms
     weights_ptr, ids_ptr = out_ptrs
@@ -139,13 +139,13 @@ def route(
 ) -> Routing:
     """Choose `top_k` experts for each token by a float32 softmax, and append the `num_shared` shared experts.
 
-    The softmax covers all experts that are not shared. `logits` [split_k, T, experts], with T > 0, contains summands,
-    which are added over the first dimension. `bias` [experts] is added to the sum. Only models without shared experts
-    have it. With `renormalize`, the weights of the chosen experts add up to 1. At the end, weights are multiplied by
-    the `factors` [experts]. Of experts with equal logits, the expert with the lowest id comes first. `torch.topk`
-    defines no order for equal logits. Tokens with a negative slot are padding. Padding gets the experts of the first
-    token, so that no additional weights are read. Shared experts have the last ids, and the sigmoids of their logits as
-    weights.
+    The softmax covers all experts that are not shared. `logits` [split_k, T, experts] contains summands, to be added
+    over the first dimension. T must be positive. `bias` [experts] is added to the sum. Only models without shared
+    experts have a `bias`. With `renormalize`, the weights of the chosen experts add up to 1. Finally, the weights are
+    multiplied by `factors` [experts]. Of experts with equal logits, the expert with the lowest id comes first.
+    `torch.topk` defines no order for equal logits. Tokens with a negative slot are padding. Padding gets the experts of
+    the first token, so that no additional weights are read. Shared experts have the last ids, and their weights are the
+    sigmoids of their logits.
     """
     split_k, num_tokens, num_logits = logits.shape
     num_experts, shape = num_logits - num_shared, (num_tokens, top_k + num_shared)
@@ -167,7 +167,7 @@ class SortSizes(NamedTuple):
 
 @triton.jit
 def _load_keys(ids_ptr, pair, num_pairs, first_expert, SIZES: tl.constexpr):
-    """Return keys that sort the pairs of a share by expert, then by index, with experts of other ranks last."""
+    """Return keys that sort a share's pairs by expert, then by index, with experts of other ranks last."""
     expert = tl.load(ids_ptr + pair, pair < num_pairs, -1) - first_expert
     is_local = (expert >= 0) & (expert < SIZES.num_experts) & (pair < num_pairs)
     return tl.where(is_local, expert, SIZES.num_experts) * SIZES.share + pair % SIZES.share
@@ -176,7 +176,10 @@ def _load_keys(ids_ptr, pair, num_pairs, first_expert, SIZES: tl.constexpr):
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_pairs", "first_expert"])
 def _count_kernel(ids_ptr, rows_ptr, num_pairs, first_expert, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """In each program, store each expert's first row and number of rows within one share: [2, bins, shares]."""
+    """In each program, store each expert's first row and its number of rows in one share of the pairs.
+
+    The result is [2, bins, shares].
+    """
     gdc_launch_and_wait(PDL)
     share, num_shares = tl.program_id(0), tl.num_programs(0)
     pair = share * SIZES.share + tl.arange(0, SIZES.share)
@@ -191,9 +194,9 @@ def _count_kernel(ids_ptr, rows_ptr, num_pairs, first_expert, SIZES: tl.constexp
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_shares"])
 def _scan_kernel(rows_ptr, num_shares, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """In each program, count the rows of one expert in all shares, and store the number in the first share.
+    """In each program, store one expert's total number of rows in the field of the first share.
 
-    In each share, replace the expert's first row with the number of preceding rows that belong to other shares.
+    For each share, store how many rows of other shares sort before the share's rows of this expert.
     """
     gdc_launch_and_wait(PDL)
     share = tl.arange(0, MAX_SHARES)
@@ -253,7 +256,7 @@ def max_tiles(num_pairs: int, num_experts: int, tile_m: int) -> int:
 def sort_by_expert(expert_ids: torch.Tensor, first_expert: int, num_experts: int, tile_m: int) -> ExpertRows:
     """Return the rows and tiles of `num_experts` experts, starting at `first_expert`.
 
-    `expert_ids` is [T, top_k] int32, with T > 0. An expert's rows are in the order of pairs. The sizes of the results
+    `expert_ids` is [T, top_k] int32, with T > 0. An expert's rows are sorted by pair index. The sizes of the results
     depend only on shapes, so the last entries of `pairs` may stay unwritten.
     """
     num_pairs, device = expert_ids.numel(), expert_ids.device

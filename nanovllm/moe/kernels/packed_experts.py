@@ -160,7 +160,7 @@ def _by_hopper_kernels(
 def _with_converted_weights(
     x: torch.Tensor, routing: Routing, gate_up, down, first_expert: int, biases: tuple, activation
 ) -> torch.Tensor:
-    """Convert weights to the dtype of x, for a few experts at a time, so that they fit into a buffer."""
+    """Convert weights to the dtype of x, a few experts at a time, so that the converted weights fit into a buffer."""
     num_local, hidden, _ = down.words.shape
     out = x.new_empty(routing.weights.shape[1], len(x), hidden)
     step = max(1, MAX_CONVERTED_BYTES // (3 * hidden * down.k * x.itemsize))

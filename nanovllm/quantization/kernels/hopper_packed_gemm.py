@@ -1,8 +1,8 @@
 """Computes y = x W^T with 4-bit W on Hopper for up to 512 rows, written in Gluon.
 
 packed.py defines the layout of W. A block has 128 inputs. One warp loads blocks, and each of two warpgroups multiplies
-64 rows of W by all tokens of a tile. The two warpgroups have either different rows, or the same rows and alternate
-blocks. If they have the same rows, more programs run, which keeps all multiprocessors busy even with few tokens.
+64 rows of W by all tokens of a tile. The two warpgroups multiply either different rows of W, or alternate blocks of the
+same rows. If the warpgroups share rows, more programs run, which keeps all multiprocessors busy even with few tokens.
 
 A warpgroup converts the weights in registers, because the first operand of its matmuls is in registers. A warpgroup
 converts the second half of a block while the tensor cores multiply the first half. Each thread converts the codes that
@@ -94,7 +94,7 @@ def load_blocks(tiles, rings, at, steps, PLAN: gl.constexpr):
 
 @gluon.jit
 def _factors(w_ptrs, n, block, dtype: gl.constexpr, PLAN: gl.constexpr):
-    """Load the scales of a block's groups for rows n of W, and the numbers that the conversion adds to the codes.
+    """Load the scales of a block's groups for rows `n` of W, and the numbers that the conversion adds to the codes.
 
     If the last block has fewer groups, the missing groups get scales of 0. For a `block` after the last, return the
     factors of the last block.
@@ -143,9 +143,9 @@ def _weights(words, factors, HALF: gl.constexpr, dtype: gl.constexpr, PLAN: gl.c
 
 @gluon.jit
 def multiply_blocks(rings, sharing, w_ptrs, row, end_row, blocks, G: gl.constexpr, PLAN: gl.constexpr):
-    """Return the sums [64, tokens] of a warpgroup. Of warpgroups with the same rows, only the first has valid sums.
+    """Return the sums [64, tokens] of a warpgroup. If warpgroups share rows, only the first warpgroup has valid sums.
 
-    `row` and `end_row` are the program's first row of W, and the end of the rows that may be read.
+    `row` is the program's first row of W. `end_row` is the end of the rows that may be read.
 
     Warpgroups with the same rows use different buffers. If two warpgroups shared a buffer, a waiting warpgroup could
     miss its turn, because every second use of the buffer has the same parity.
@@ -211,7 +211,7 @@ def _multiply(out_ptr, rings, sharing, w_ptrs, at, sizes, G: gl.constexpr, PLAN:
 
 @gluon.jit
 def allocate(words_tiles, x_tiles, PLAN: gl.constexpr):
-    """Return (rings of buffers with barriers, shared memory for the sums of warpgroups with the same rows)."""
+    """Return the rings of buffers with their barriers, and the shared memory for sums of warpgroups that share rows."""
     STAGES: gl.constexpr = PLAN.stages
     gl.static_assert(STAGES % PLAN.k_groups == 0)  # see `multiply_blocks`
     ROW_GROUPS: gl.constexpr = PLAN.row_groups
@@ -255,7 +255,7 @@ def _packed_gemm_kernel(
 
 
 def plan_of(weight, dtype: torch.dtype, tile: HopperTile) -> tuple[tuple, Plan]:
-    """Return the pointers of a Packed weight, and the plan of a kernel that multiplies by it."""
+    """Return the pointers of a Packed weight, and the plan of a kernel that multiplies by this weight."""
     pointers, shape = packed_operands(weight, dtype)
     groups, row_groups = max(1, BLOCK.value // shape.group_size), tile.outputs // ROWS.value
     exponents = 0, 0

@@ -49,7 +49,7 @@ def _boxes(PLAN):
 
 @gluon.constexpr_function
 def _early(PLAN):
-    """Return how many blocks of weights are loaded before the kernel waits for the previous kernel."""
+    """Return how many blocks of weights to load before waiting for the previous kernel."""
     return min(PLAN.stages, PLAN.blocks) // PLAN.burst * PLAN.burst
 
 

@@ -28,7 +28,7 @@ INPUTS = tl.constexpr(128)  # inputs per tile
 
 
 class PackedShape(NamedTuple):
-    """The sizes and the format of a weight, and the tile sizes: constants of a kernel."""
+    """A weight's sizes and format, and the tile sizes, as constants of a kernel."""
 
     k: int
     words: int  # per row
@@ -50,11 +50,11 @@ def assembly_of(is_e2m1: bool, dtype: torch.dtype, is_scaled_later: bool = False
 
     There are half as many instructions as the compiler would use.
 
-    $1 and $2 are adjacent words, and $0 receives the values of both words as a pair of 16-bit numbers, plus the pair
-    $3. `prmt` combines halves of both words, so that the next instructions extract both codes together. The bits of an
+    $1 and $2 are adjacent words. $0 receives the values of both words as a pair of 16-bit numbers, plus the pair $3.
+    `prmt` combines halves of both words, so that the next instructions extract both codes together. The bits of an
     integer replace the last bits of 128 (bfloat16) or 1024 (float16), and $3 subtracts this number again. The bits of
-    an e2m1 number become the bits of a number with a smaller exponent, which is then multiplied by a power of two. With
-    `is_scaled_later`, the caller multiplies by this power of two.
+    an e2m1 number become the bits of a number with a smaller exponent. The new number is then multiplied by a power of
+    two. With `is_scaled_later`, the caller multiplies by the power of two.
     """
     is_half = dtype == torch.float16
     kind = "f16x2" if is_half else "bf16x2"

@@ -1,6 +1,6 @@
 """Computes y = x W^T + b for a single row x and 8-bit W with block scales.
 
-8-bit weights arrive twice as fast as the 16-bit weights of gemv.py, and must be converted, so instructions limit the
+8-bit weights arrive twice as fast as the 16-bit weights of gemv.py and must be converted, so instructions limit the
 speed too. The preceding norm is not fused, because every program would spend instructions on the same norm.
 """
 
@@ -117,7 +117,7 @@ def scaled_gemv(
     are narrower than K, the sides of a block are powers of two.
 
     With `act`, W is [2N, K], bias is [2N], and the result is the gated activation of all outputs. No block may contain
-    rows of both halves. If `split_k` > 1, return summands [split_k, 1, N] of x W^T, and allow neither `act` nor `bias`.
+    rows of both halves of W. If `split_k` > 1, return summands [split_k, 1, N] of x W^T, without `act` and `bias`.
     `out` [split_k, 1, N] receives the result.
     """
     assert split_k == 1 or (act is None and bias is None)

@@ -2,7 +2,7 @@
 
 A message contains all news since the previous message.
 
-PyTorch is not imported here, so the engine's process can start the fronts first.
+This module does not import PyTorch, so the engine's process can start the fronts before importing PyTorch.
 """
 
 import socket
@@ -58,7 +58,10 @@ def encode_request(new: NewRequest) -> tuple[int, bytes]:
 
 
 class Channel:
-    """One end of a socket pair. One thread may receive while other threads send. `close` makes their calls fail."""
+    """One end of a socket pair.
+
+    One thread may receive while other threads send. `close` makes the calls of all threads fail.
+    """
 
     def __init__(self, end: socket.socket):
         self._socket, self._lock = end, threading.Lock()
@@ -71,7 +74,7 @@ class Channel:
     def send(self, message: Struct) -> None:
         """Send a message. Raises OSError if the other end is closed.
 
-        After any other error, nothing was sent.
+        If another error is raised, nothing was sent.
         """
         data = _encode(message)
         with self._lock:

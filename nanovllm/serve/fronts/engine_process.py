@@ -114,7 +114,8 @@ class Fronts:
 
         make_session: creates the session that serves a front over its channel.
 
-        If a front does not start, raises ValueError with the reason that the front reports, or else RuntimeError.
+        If a front does not start, raises ValueError with the front's reason, or RuntimeError if the front gives no
+        reason.
         """
         self._make_session, self._has_engine = make_session, True
         for index, (channel, _) in self._starting.items():
@@ -123,7 +124,7 @@ class Fronts:
             self._turn(max_failures=1)
 
     def watch(self) -> None:
-        """Until `end` is called, restart fronts that end. Raises RuntimeError if restarts keep failing."""
+        """Restart fronts that end, until `end` is called. Raises RuntimeError if restarts keep failing."""
         while not self.is_ending:
             self._turn(MAX_FAILED_STARTS)
 

@@ -19,7 +19,7 @@ logger = logging.getLogger("nanovllm")
 
 
 class Session(Replica):
-    """Serves the requests of one front, with one thread for its messages and another for outputs and errors."""
+    """Serves the requests of one front, with one thread for the front's messages and another for outputs and errors."""
 
     orders_by_id = False  # ids of several fronts do not show which request came first, so the engine sets the order
 

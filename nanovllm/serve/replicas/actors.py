@@ -41,7 +41,7 @@ def connect() -> bool:
 
 
 def disconnect() -> None:
-    """Stop the cluster that `connect` started, or leave the cluster that it joined."""
+    """Stop the cluster that `connect` started, or leave the cluster that `connect` joined."""
     ray.shutdown()
 
 
@@ -56,8 +56,8 @@ def needs_of(settings: dict[str, Any], actor_options: dict[str, Any], num_replic
     """Return the Ray options of a replica's actor.
 
     The options reserve one GPU for each rank, or one CPU for each rank of a CPU engine. The actor starts the processes
-    of its ranks. Ray reserves all resources of an actor on one node, so replicas need no placement groups, which could
-    be left behind. Raises ValueError if the cluster is too small, because Ray would wait forever for more nodes.
+    of its ranks. Ray reserves all resources of an actor on one node. Replicas therefore need no placement groups, which
+    could be left behind. Raises ValueError if the cluster is too small, because Ray would wait forever for more nodes.
     """
     device, num_ranks = settings.get("device", "auto"), settings.get("tensor_parallel_size", 1)
     if device not in ("auto", "cpu", "cuda"):

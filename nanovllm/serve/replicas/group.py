@@ -21,14 +21,14 @@ RESTART_TIMEOUT = 1800.0
 
 
 class ReplicaGroup:
-    """Sends each request to a replica that the router chooses. Requests wait while no replica can take more.
+    """Sends each request to a replica that the router chooses. Requests wait while no replica can take more requests.
 
     Only the thread of one event loop may call the group's methods. Requests that arrive for a replica within one
     iteration of the loop are sent in one message.
 
     A replica is lost if its process, GPU or host fails, or if a step raises an error. While the group restarts a lost
     replica, other replicas compute the requests of the lost replica. A request fails if it can't be queued, or if
-    MAX_FAILURES replicas were lost while they computed it. If MAX_FAILURES - 1 replicas were lost while they computed a
+    MAX_FAILURES replicas were lost while computing it. If MAX_FAILURES - 1 replicas were lost while computing a
     request, the request itself may be the cause. Such a request is called a poison request, and runs alone on a
     replica. Poison requests run one at a time.
 

@@ -1,6 +1,6 @@
 """Defines the messages between the driver (the caller's process or the server) and a replica.
 
-A message is a pickle of tuples, because Ray passes bytes on unchanged, but has a slower serializer for other objects.
+A message is a pickle of tuples. Ray passes bytes on unchanged, but has a slower serializer for other objects.
 """
 
 import pickle
@@ -60,9 +60,8 @@ class NewRequest(NamedTuple):
 class Final(NamedTuple):
     """The result of a finished request. `answers` is empty if the answers were sent as deltas.
 
-    seconds: three durations from the request's arrival at the replica: until its first scheduling, until its first
-        token, and until its end. The message contains durations instead of times, because the clocks of two machines
-        differ.
+    seconds: the seconds from the request's arrival at the replica to its first scheduling, its first token and its end.
+        The message contains durations instead of times, because the clocks of two machines differ.
     data: the bytes of a vector's float32 numbers; `None` for generated answers, and for an aborted request.
     """
 

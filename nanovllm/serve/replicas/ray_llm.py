@@ -31,8 +31,8 @@ class RayLLM:
     """Works like LLM, but on N engines: `RayLLM(model, num_replicas=N, **settings).generate(prompts, sampling_params)`.
 
     The calling process checks and tokenizes the prompts, raises the same errors as LLM, and chooses the noise seeds.
-    With the same `seed` setting, the same calls return the same tokens as LLM, unless rounding errors differ. A request
-    that can't be computed ends with `finish_reason="error"` and the error message as its `stop_reason`. ReplicaGroup
+    With the same `seed` setting, RayLLM returns the same tokens as LLM, unless rounding errors differ. A request that
+    can't be computed ends with `finish_reason="error"` and the error message as its `stop_reason`. ReplicaGroup
     explains what happens when a replica is lost.
 
     The methods are thread-safe. Leaving a `with` block calls `exit`.
@@ -50,7 +50,7 @@ class RayLLM:
     ) -> None:
         """Start the replicas. `settings` are the settings of each replica's `LLM`. Raises the same errors as `LLM`.
 
-        Ray chooses the devices. Unless the process has called `ray.init`, RayLLM joins the cluster at RAY_ADDRESS, or
+        Ray chooses the devices. If the process has not called `ray.init`, RayLLM joins the cluster at RAY_ADDRESS, or
         starts Ray on this machine.
 
         router: chooses a replica for each request; `None` selects a PrefixRouter.
@@ -102,8 +102,8 @@ class RayLLM:
         """Yield the outputs in prompt order, while prompts are still being read. There may be any number of prompts.
 
         Prompts and iterable parameters are read only when replicas can take more requests, so memory use is bounded.
-        For an invalid prompt or invalid parameters, the output has the `finish_reason` "error", and its `stop_reason`
-        contains the prompt's index and the error message. Raises ValueError if there are fewer parameters than prompts.
+        If a prompt or its parameters are invalid, the output's `finish_reason` is "error". The `stop_reason` contains
+        the prompt's index and the error message. Raises ValueError if there are fewer parameters than prompts.
         """
         outputs: dict[int, RequestOutput] = {}
         next_index = 0
@@ -128,7 +128,10 @@ class RayLLM:
             yield from new_outputs.items()
 
     def stats(self) -> list[dict[str, Any] | None]:
-        """For each replica, return `LLM.stats()`, or `None` if it is not running. Raises RuntimeError after `exit`."""
+        """For each replica, return `LLM.stats()`, or `None` if the replica is not running.
+
+        Raises RuntimeError after `exit`.
+        """
         self._check_open()
         return self._run_in_loop(self.group.stats())
 
@@ -175,7 +178,7 @@ class RayLLM:
         return [outputs[i] for i in range(len(requests))]
 
     def _requests(self, prompts: Iterable[Prompt], sampling_params: Any) -> Iterator[CompletionRequest | RequestOutput]:
-        """Yield a request for each prompt, or an output with the error for a refused prompt."""
+        """Yield a request for each prompt. For a refused prompt, yield an output with the error instead."""
         if isinstance(prompts, (str, Mapping)):
             raise TypeError(f"prompts={prompts!r:.80}: must be an iterable of prompts")
         is_single = sampling_params is None or isinstance(sampling_params, SamplingParams)

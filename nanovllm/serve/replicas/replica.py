@@ -54,7 +54,10 @@ class Replica:
         self._engine_thread.watch(self._collectors[OutputKind.DELTA])
 
     def submit(self, data: bytes) -> None:
-        """Queue requests that the driver has checked. An error is reported, and affects only one request."""
+        """Queue requests that the driver has checked.
+
+        An error in a request is reported, and affects only that request.
+        """
         try:
             self._submit(decode_requests(data))
         except Exception as error:  # the driver ignores the result of this call, so `reports` raises the error
@@ -193,7 +196,7 @@ class Replica:
         return deltas, finals
 
     def _end_answers(self, request_id: int, count: int) -> bool:
-        """Count `count` more ended answers of a request. Return whether no answer is left."""
+        """Record that `count` more answers of a request have ended. Return whether all answers have ended."""
         with self._changed:
             if request_id not in self._num_unfinished:  # it was discarded
                 return False

@@ -104,7 +104,7 @@ class ReplicaState:
         return result | {"restarts": restarts}
 
     def count_failure(self, now: float) -> None:
-        """Count a loss of the replica, unless a poison request ran alone on it."""
+        """Count a loss of the replica, unless a poison request ran alone on the replica."""
         if self.is_ready and now - self.ready_time > STABLE_SECONDS:
             self.num_failures = 0
         if self.poison_request is None or self.poison_request.replica_index is None:

@@ -27,7 +27,7 @@ class Router(Protocol):
         ...
 
     def forget(self, replica: int) -> None:
-        """Record that the replica was lost. Its cache is then empty."""
+        """Record that the replica was lost and its cache is empty."""
         ...
 
 
@@ -84,8 +84,8 @@ class PrefixRouter:
 
     The router does not ask replicas what they have cached. Instead, the router computes the same hashes as the block
     manager: a chain over full blocks of `block_size` tokens. For each replica, the router remembers the hashes of
-    prompts and answers in an LRU list of at most `max_blocks` hashes, one for each cache block. A hash occupies about
-    150 bytes.
+    prompts and answers in an LRU list. The list has at most `max_blocks` hashes, one for each cache block. A hash
+    occupies about 150 bytes.
     """
 
     def __init__(

@@ -95,7 +95,10 @@ class Server:
     """A running server. The server chooses values for parameters that are not set."""
 
     def __init__(self, url: str, model: str | None, api_key: str | None):
-        """Raises OSError if a request fails, and ValueError for a wrong URL or if the server lists no models."""
+        """Raises OSError if a request fails.
+
+        Raises ValueError if the URL is wrong, or if the server lists no models.
+        """
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"url={url!r}: must begin with http:// or https://")
         self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
