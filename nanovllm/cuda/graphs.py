@@ -19,8 +19,7 @@ from nanovllm.utils.double_buffer import DoubleBuffer
 def capture_sizes(max_num_seqs: int, fills_tiles: bool) -> list[int]:
     """Return the batch sizes to capture, in ascending order up to `max_num_seqs`. Small sizes are closer together.
 
-    Partial tiles of our GEMM kernels are slow. With `fills_tiles`, all sizes above 64, except the last, fill whole
-    tiles.
+    With `fills_tiles`, all sizes above 64 except the last are multiples of 128, which fill whole GEMM tiles.
     """
     sizes = [1, 2, 4, 8, *range(16, 256, 16), *range(256, max_num_seqs, 32)]
     if fills_tiles:
@@ -64,7 +63,8 @@ class DecodeGraphs:
 
     A graph first copies the batch from pinned host memory, and finally copies the results to host memory. Between two
     steps, the host only launches the next graph. There are two host buffers, so the host can prepare a step while the
-    previous step runs. Host and device each store the index of their current buffer, and each replay advances both.
+    previous step runs. Host and device each store the index of their current buffer, and each replay advances both
+    indices.
     """
 
     def __init__(

@@ -139,7 +139,7 @@ class GatedDeltaNet(nn.Module):
     def captures_chunks(self) -> bool:
         """Whether CUDA graphs can contain prefill chunks of this layer.
 
-        They can only if a kernel computes the chunks, because the plain definition reads lengths on the host.
+        Graphs need a kernel for chunks, because the plain definition reads lengths on the host.
         """
         return "delta_net_chunks" in ops_for(self.A_log.device)
 
