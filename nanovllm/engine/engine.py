@@ -1,4 +1,4 @@
-"""The engine loop: schedules a step, launches it, and processes the result of this step or of the previous one."""
+"""The engine loop: schedules a step, launches it, and processes the result of that step or of the previous step."""
 
 from collections.abc import Callable
 from typing import Any

@@ -65,7 +65,10 @@ def resume(scheduler: "Scheduler", seq: Sequence, token_id: int) -> None:
 
 
 def preempt_paused(scheduler: "Scheduler", step: ScheduledStep) -> None:
-    """If the step is empty, preempt paused beams until a waiting sequence fits, which may be another beam."""
+    """If the step is empty, preempt paused beams until a waiting sequence fits.
+
+    The waiting sequence may itself be a beam.
+    """
     paused = [seq for seq in scheduler.running.values() if seq.is_paused and seq not in scheduler.held]
     while paused and scheduler.waiting and not step.chunks:
         scheduler.preempt(paused.pop())

@@ -30,7 +30,7 @@ class Sequence:
     """A prompt and the tokens generated for it.
 
     A token is counted before it is known. `num_tokens` and `len` count a token as soon as the step that samples it is
-    scheduled, and `token_ids` contains the token after it has reached the host. Only the Scheduler, its block manager
+    scheduled. `token_ids` contains the token only after it has reached the host. Only the Scheduler, its block manager
     and its features may change a queued sequence.
     """
 
@@ -159,7 +159,7 @@ class Sequence:
 
     @property
     def has_sampled(self) -> bool:
-        """Whether the step that samples the sequence's first token was scheduled."""
+        """Whether the step that samples the sequence's first token has been scheduled."""
         return self.num_tokens > self.num_prompt_tokens
 
     @property

@@ -5,9 +5,9 @@ tiles of keys. Tiles and segments begin at fixed positions. The tiles of a segme
 the segments of a query are added in order. So the result is the same whether one program or several programs
 (flash-decoding) compute the segments of a query.
 
-This method requires that a matmul has the same result in tiles with any number of rows, transposed or not. Hopper's
-instructions for 64 rows (wgmma) meet this requirement, which tests/test_invariant_kernels.py checks. With the older
-instruction `mma.sync`, different roundings were observed.
+This method requires that the result of a matmul does not depend on the number of rows per tile, or on whether the tiles
+are transposed. Hopper's instructions for 64 rows (wgmma) meet this requirement, which tests/test_invariant_kernels.py
+checks. With the older instruction `mma.sync`, different roundings were observed.
 """
 
 import torch
