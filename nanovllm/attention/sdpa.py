@@ -84,7 +84,7 @@ def _attend_in_steps(q, k, v, mask, spec) -> torch.Tensor:
     """Attend with a soft cap or sinks, for which PyTorch has no function.
 
     q is [..., kv_heads, group, M, head_dim], and k and v are [..., kv_heads, 1 or group, L, head_dim]. Without a mask,
-    query `i` sees keys 0 to `i`, but if M is 1, the query sees all keys.
+    query `i` sees keys 0 to `i`. A query that is alone (M = 1) sees all keys.
     """
     scores = (q @ k.transpose(-1, -2)).float() * (spec.scale or q.shape[-1] ** -0.5)
     if spec.soft_cap is not None:

@@ -1,7 +1,7 @@
 """Defines the inputs of a step: a flat int32 buffer with named views.
 
-The host fills the buffer. A single copy sends the buffer to the device. The device's buffer has the same views. Device
-code never uses a `Sequence`.
+The host fills the buffer. A single copy sends the buffer to the device, which uses the same views. Device code never
+uses a `Sequence`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -233,7 +233,7 @@ def _fill(array: np.ndarray, values: Any, padding: int) -> None:
 
 
 def _fill_chunks(batch: HostBatch, step: ScheduledStep, block_size: int, pad_req_index: int) -> None:
-    """Fill the rows and tokens of chunks, which follow the decode rows, and the arrays that locate chunks."""
+    """Fill the rows and tokens of chunks (after the decode rows), and the arrays that locate the chunks."""
     k, n = step.tokens_per_row, step.num_decodes * step.tokens_per_row
     lengths = np.array([1] * n + step.chunk_lens)
     ends = lengths.cumsum(dtype=np.int32)  # [B], the end of each row in the step's flat tokens

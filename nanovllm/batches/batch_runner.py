@@ -76,7 +76,8 @@ class BatchRunner(ModelRunner):
     def compute(self, batch: HostBatch) -> tuple[torch.Tensor, ForwardOutput]:
         """Run a batch.
 
-        Return the results in host memory, which become valid when the step ends, and the output on the device.
+        Return (results, output). The results are in host memory, and become valid when the step ends. The output is on
+        the device.
         """
         with self.few_threads(batch.shape.num_tokens):
             output = self.forward(batch.to(self.device))

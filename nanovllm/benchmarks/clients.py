@@ -1,7 +1,7 @@
 """Runs HTTP clients as a program.
 
 The clients must not be the bottleneck, so `http.py` runs several processes, which import only the standard library.
-Each process receives pickled arguments of `drive`.
+Each process receives the arguments of `drive`, pickled.
 """
 
 import pickle

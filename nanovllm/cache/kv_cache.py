@@ -29,7 +29,7 @@ class AttentionSpec:
 
     @property
     def is_special(self) -> bool:
-        """Whether there is a soft cap or sinks, which not all backends and kernels support."""
+        """Whether the layer has a soft cap or sinks, which some backends and kernels do not support."""
         return self.soft_cap is not None or self.sinks is not None
 
     def tensors(self, num_layers: int, num_blocks: int, config: "Config") -> tuple[torch.Tensor, ...]:

@@ -4,10 +4,10 @@ A layer with a method `cache_spec()` gets its part of the engine's memory as `la
 a group, whose memory the ModelRunner allocates together. A spec is an `AttentionSpec` (cache/kv_cache.py), a
 `PagedHidden` (models/shared/head_models.py) or a `StateSpec`. Each spec has:
 
-- `of_states`: whether the layer has one state per sequence instead of blocks of tokens
+- `of_states`: whether the layer has one state per sequence instead of blocks of tokens.
 - `tensors(num_layers, num_blocks, config)`: the tensors of the whole group, on the meta device. Dimension 1 is the
   layer, and dimension 2 is the block or the state.
-- `make(parts, config)`: makes `layer.cache` from the layer's part of each tensor
+- `make(parts, config)`: makes `layer.cache` from the layer's part of each tensor.
 
 | what happens to a sequence | keys and values in blocks | a state (engine/state_blocks.py) |
 | --- | --- | --- |

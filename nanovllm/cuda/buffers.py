@@ -1,4 +1,4 @@
-"""Allocates buffers for batches and results once, with the sizes of the largest step."""
+"""Allocates the buffers for batches and results once, large enough for the largest step."""
 
 from typing import NamedTuple
 

@@ -27,10 +27,10 @@ from nanovllm.kernels import operation
 def delta_net_drafts(qkvz, ba, layer: GatedDeltaNet, states: State, rows, context_lens, out, count=None) -> None:
     """Compute `delta_net_step` for a token and k - 1 drafts of each of B sequences.
 
-    qkvz [B * k, channels + heads * value_dim]; ba [B * k, 2 heads]; out [B * k, heads * value_dim]
+    qkvz [B * k, channels + heads * value_dim]; ba [B * k, 2 heads]; out [B * k, heads * value_dim].
     context_lens: [B * k], the position of each token plus 1. If a token's value in `context_lens` does not exceed the
     previous token's value, the token is a copy of the previous token.
-    count: [1] int32; if given, how many of the B * k tokens are not padding
+    count: [1] int32; if given, how many of the B * k tokens are not padding.
     """
     assert states.kept_drafts is not None
     (inputs, num_tokens), k = states.kept_drafts, len(qkvz) // len(rows)

@@ -65,7 +65,7 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """The number of sequences that can each get another block."""
+        """The number of sequences that could each get one more block."""
         return len(self.free_block_ids)
 
     @property
@@ -158,7 +158,7 @@ class BlockManager:
         return copies
 
     def end_of_chunk(self, seq: Sequence, end: int) -> int:
-        """Return the end of a chunk: `end`, or an earlier position if layers keep a state or have a window."""
+        """Return where a chunk ends, which is earlier than `end` only if layers keep a state or have a window."""
         return end
 
     def state_row(self, seq: Sequence) -> int:

@@ -198,13 +198,15 @@ class LLMEngine:
         """Return counts since the start, and the current state.
 
         `requests`: the numbers of waiting and running sequences. Each of the `n` answers to a prompt counts as a
-        sequence. `blocks`: the numbers of used, cached and free blocks. A cached block is a free block that the prefix
-        cache still contains. `block_groups`: the blocks that each group of layers uses, if there are several groups.
+        sequence.
+        `blocks`: the numbers of used, cached and free blocks. A cached block is a free block that the prefix cache
+        still contains.
+        `block_groups`: the blocks that each group of layers uses, if there are several groups.
         `prefix_hit_rate`: the fraction of prompt tokens that were found in the prefix cache.
         `tiers`, with `swap_space`: `device_hits` and `host_hits` are the numbers of prompt tokens that were found in
-        the device's cache and in host memory. `loaded_blocks` is the number of blocks that were copied back from host
-        memory, and `lost_copies` is the number of failed copies. With `swap_dir`, `disk_blocks` is the number of blocks
-        that were read from files.
+        the device's cache and in host memory, respectively. `loaded_blocks` is the number of blocks that were copied
+        back from host memory, and `lost_copies` is the number of failed copies. With `swap_dir`, `disk_blocks` is the
+        number of blocks that were read from files.
         `preemptions`: how often a sequence was preempted.
         `tokens`: the numbers of prompt tokens (`in`) and generated tokens (`out`).
         `steps`: the numbers of `prefill` steps (chunks of prompts), `decode` steps and `mixed` steps (both).

@@ -22,7 +22,7 @@ class OutputProcessor:
     def serves_one_batch(self) -> bool:
         """Whether there is just one caller, and that caller waits for complete answers.
 
-        Then only the last answer's time matters.
+        In that case, only the time of the last answer matters.
         """
         return [collector.kind for collector in self.collectors] == [OutputKind.FINAL_ONLY]
 

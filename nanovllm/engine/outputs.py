@@ -58,8 +58,8 @@ class CompletionOutput(Record):
     token_ids: the generated tokens, including the end-of-sequence or stop id that ended the answer.
     cumulative_logprob: the sum of the log-probabilities of `token_ids`; None unless the request sets `logprobs`.
     logprobs: for each token, a dict that maps token ids to Logprobs. The generated token comes first, then the most
-        likely tokens. None unless the request sets `logprobs`.
-    finish_reason: "stop", "length" or "abort", or "error" if `structured_outputs` allows no next token.
+        likely tokens. This field is None if the request does not set `logprobs`.
+    finish_reason: one of "stop", "length", "abort" and "error" (if `structured_outputs` allows no next token).
     stop_reason: the stop string or id that ended the answer, or the message of an "error". `stop_reason` is None for
         "length", for "abort", and if the tokenizer's end-of-sequence id ended the answer. Other end-of-sequence ids of
         the model are reported as `stop_reason`.
@@ -156,8 +156,8 @@ class StepOutput:
     `num_tokens` is the number of decoded tokens, negated.
 
     finished: the outputs of the requests that ended.
-    new_tokens: (request id, token id) for every new token, in the order of arrival. Empty unless the caller uses
-        `step`.
+    new_tokens: (request id, token id) for every new token, in the order of arrival. Only callers that use `step` get
+        `new_tokens`.
     events: a `stream_event.StreamEvent` for each new piece of an answer, if the caller uses `stream`.
     num_prefill_tokens, num_decode_tokens: how many tokens these steps computed, for all callers together.
     """

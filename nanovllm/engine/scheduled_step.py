@@ -76,7 +76,7 @@ class ScheduledStep:
 
     @property
     def new_seqs(self) -> list[Sequence]:
-        """The sequences that get a token from this step for the first time since their admission."""
+        """The sequences whose first token since their admission is sampled in this step."""
         return self.sampled_seqs[self.num_decodes :]
 
     @property
@@ -110,7 +110,7 @@ class ScheduledStep:
 class StepResult(NamedTuple):
     """The result of a step, after it was copied to the host.
 
-    token_ids: `tokens_per_row` ids for each sequence in the step's `sampled_seqs`.
+    token_ids: for each sequence in the step's `sampled_seqs`, `tokens_per_row` ids.
     feature_results: the results of features, by feature name.
     counts: for each sequence, how many of the sequence's ids in `token_ids` are valid. If `counts` is None, each
         sequence has one valid id.

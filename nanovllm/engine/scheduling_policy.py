@@ -73,8 +73,8 @@ class AdmissionPause:
     """Admits sequences in groups once the engine is full.
 
     If each ended sequence were replaced immediately, most steps would be mixed. Mixed steps delay the running
-    sequences. When a sequence does not fit, admission therefore pauses. It resumes when a sixteenth of the running
-    sequences have ended, or after MAX_STEPS_WITHOUT_ADMISSION steps.
+    sequences. When a sequence does not fit, admission therefore pauses. Admission resumes when a sixteenth of the
+    running sequences have ended, or after MAX_STEPS_WITHOUT_ADMISSION steps.
     """
 
     def __init__(self) -> None:

@@ -140,7 +140,7 @@ class Sequence:
         return self.token_ids[-1]
 
     def append_token(self, token_id: int) -> None:
-        """Append a token that has reached the host. If a step sampled the token, `num_tokens` already counts it."""
+        """Append a token that has reached the host. `num_tokens` already counts a token that a step has sampled."""
         self.token_ids.append(token_id)
         if self.num_tokens < len(self.token_ids):
             self.num_tokens += 1

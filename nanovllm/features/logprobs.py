@@ -137,7 +137,7 @@ class TokenLogprobs(StepFeature):
 
 
 def check_num_logprobs(name: str, value: int, config: "Config") -> None:
-    """Raise ValueError if `value` log-probabilities per token are not allowed.
+    """Raise ValueError if a request may not ask for `value` log-probabilities per token.
 
     -1 stands for all tokens of the vocabulary.
     """

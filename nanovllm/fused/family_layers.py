@@ -1,4 +1,4 @@
-"""Defines fused forms of decoder layers that normalize the outputs of attention and MLP before adding them."""
+"""Defines fused forms of decoder layers that normalize the outputs of attention and MLP."""
 
 from functools import partial
 from typing import Any, ClassVar

@@ -1,4 +1,4 @@
-"""CPU replacements for operations whose definitions depend on the number of rows.
+"""CPU replacements for operations whose results depend on the number of rows.
 
 A runner computes a step in one thread. With several threads, the batch size would determine how loops over elements are
 divided. In one thread, elementwise operations and reductions over the last dimension compute each row independently of

@@ -321,9 +321,9 @@ def decode_attention(
     out: receives the result.
     tokens_per_row: the number of consecutive rows that belong to one sequence. The rows of a sequence share a block
         table, and each row sees at least as many keys as the row before it.
-    norm_rope_inputs: the arguments `qk_norm_rope` and `slot_mapping` of `norm_rope_and_store`. If given, the kernel
-        also does the work of `norm_rope_and_store`, and q is qkv [B, heads + 2 kv_heads, head_dim] with any stride
-        between tokens. The result of an empty sequence is then finite but undefined.
+    norm_rope_inputs: the arguments `qk_norm_rope` and `slot_mapping` of `norm_rope_and_store`. If these arguments are
+        given, the kernel also does the work of `norm_rope_and_store`, and q is qkv [B, heads + 2 kv_heads, head_dim]
+        with any stride between tokens. The result of an empty sequence is then finite but undefined.
     """
     is_qkv, kv_heads = norm_rope_inputs is not NO_NORM_ROPE, cache.k.shape[2]
     out = torch.empty_like(q[:, 2 * kv_heads :] if is_qkv else q) if out is None else out

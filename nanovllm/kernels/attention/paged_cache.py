@@ -2,10 +2,10 @@
 
 Functions that launch kernels use these attributes of a layer's `cache`, a `KVCache` (cache/kv_cache.py):
 
-- keys `k` and values `v` [blocks, block_size, kv_heads, head_dim]
+- keys `k` and values `v` [blocks, block_size, kv_heads, head_dim].
 - `scales` [blocks, kv_heads, block_size] int32, if keys and values are in FP8 (see e4m3.py). Each word packs the
   bfloat16 scales of a key and of its value.
-- `spec`: the layer's AttentionSpec
+- `spec`: the layer's AttentionSpec.
 """
 
 from typing import NamedTuple

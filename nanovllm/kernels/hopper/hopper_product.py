@@ -253,8 +253,8 @@ def _product_kernel(
 def product(x: torch.Tensor | QuantizedRows, weight, scales: torch.Tensor | None, epilogue, out_ptrs, y=None) -> None:
     """Compute x W^T for x [T, K] and weight [N, K], and pass the accumulators and `out_ptrs` to the epilogue.
 
-    With `scales`, x and the weight are in FP8. Otherwise, they have 16 bits. N is a multiple of 256. Without `y`, a
-    tile has two adjacent blocks of outputs. With `y`, a tile has one block from each half of the outputs, and the
+    x and the weight are in FP8 if `scales` are given, and have 16 bits otherwise. N is a multiple of 256. Without `y`,
+    a tile has two adjacent blocks of outputs. With `y`, a tile has one block from each half of the outputs, and the
     epilogue stores tiles of `y`.
     """
     (n, k), step = weight.shape, 128 // weight.element_size()

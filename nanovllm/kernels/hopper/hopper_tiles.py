@@ -138,7 +138,7 @@ def qkv_norm_rope_store(x, layer, qk_norm_rope, slot_mapping: torch.Tensor, cach
     """In one kernel, compute the qkv matmul of the `NormInput` x, then `norm_rope_and_store`.
 
     Return `NotImplemented` if there is no such kernel, if separate kernels are as fast, or if CUDA graphs may contain
-    steps of this size. With and without graphs, a step must use the same kernels, although graphs pad steps. Different
+    steps of this size. A step must use the same kernels with graphs, which pad steps, as without graphs. Different
     kernels add values in different orders, which might lead to different tokens.
     """
     if isinstance(x, torch.Tensor) or len(x) <= MAX_CAPTURED_ROWS or not has_hopper_kernels():

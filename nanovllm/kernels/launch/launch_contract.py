@@ -81,7 +81,7 @@ class _Body:
                 raise AssertionError(f"{self.function.__name__}: waits only under a condition")
 
     def assign(self, targets: Sequence[ast.expr], roots: set[str]) -> None:
-        """Add `roots` to the roots of each assigned name.
+        """Add `roots` (pointer parameters) to the roots of each assigned name.
 
         Old roots stay, because the assignment might be in a branch that does not run.
         """
@@ -91,7 +91,7 @@ class _Body:
                     self.roots[node.id] = self.roots.get(node.id, set()) | roots
 
     def address_roots(self, node: ast.AST) -> set[str]:
-        """Add the pointer parameters whose memory `node` reads to `self.reads`.
+        """Add to `self.reads` the pointer parameters whose memory `node` reads.
 
         Return the pointer parameters from which addresses in `node` are derived.
         """

@@ -33,7 +33,7 @@ class Row(NamedTuple):
 
 @triton.jit
 def _list_tiles(row, bound):
-    """Store a list, in ascending order, of the tiles with a logit >= `bound`. Return the length of the list."""
+    """Store an ascending list of the tiles that contain a logit >= `bound`. Return the length of the list."""
     is_listed = (row.tile_maxima >= bound).to(tl.int32)
     tl.debug_barrier()  # all threads have read the previous list
     at = row.tiles_ptr + tl.cumsum(is_listed, 0) - 1

@@ -42,7 +42,7 @@ def _token_ids(at, tokens, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def _ban_unset(x_ptr, mask_ptr, vocab_size, TILE: tl.constexpr):
-    """Set the logit of each token id whose bit in the mask is 0 to -inf."""
+    """Set the logits to -inf for all token ids whose bit in the mask is 0."""
     for first in range(0, vocab_size, TILE):
         ids = first + tl.arange(0, TILE)
         words = tl.load(mask_ptr + ids // 32, ids < vocab_size, -1)
