@@ -13,7 +13,7 @@ from nanovllm.kernels import operation
 
 
 class RequestTables(NamedTuple):
-    """Int32 arrays, indexed by request. The last row is for padding, and contains zeros, which select greedy sampling."""
+    """Int32 arrays, indexed by request. The last row is for padding. A row of zeros selects greedy sampling."""
 
     last_token_ids: torch.Tensor  # [requests, K]: the last token, then drafts; -1: no draft
     num_tokens: torch.Tensor  # [requests], including the last token
