@@ -49,8 +49,8 @@ host: no model runs. A fake device returns random tokens immediately. One table 
     includes the work until the caller of `generate` or `stream` gets the text. The time of a Python loop shows how fast
     the machine is.
 
-Runs. Each workload first runs once as a warm-up with different token ids. (Online warms up with a quarter of its
-requests, and all decode runs of latency have the same ids.) After the warm-up, headline, single, prefill, batches and
+Runs. Each workload first runs once as a warm-up with different token ids. Online warms up with a quarter of its
+requests, and all decode runs of latency have the same ids. After the warm-up, headline, single, prefill, batches and
 embed run --rounds times, each time with different ids. The fastest run is reported. One run is not enough, because vLLM
 with FP8 compiles kernels whenever a step has a new number of tokens, even after the warm-up. With --compare, each
 engine runs in a separate process. The settings of vLLM are its defaults, except for the model, the dtypes,

@@ -1,7 +1,7 @@
 """Implements vLLM's interface for offline generation.
 
 Import names from this module, for example `from nanovllm.compat.vllm import LLM, SamplingParams`. If a program imports
-vLLM itself, call `install()` first. After that, `import vllm` returns this module, and so does the import of any
+vLLM itself, call `install()` first. After that call, `import vllm` returns this module, and so does the import of any
 submodule in MODULES. A name that this module lacks raises ImportError or AttributeError.
 """
 

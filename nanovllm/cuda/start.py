@@ -148,8 +148,8 @@ def milliseconds_per_token(runner: "CUDAModelRunner") -> float:
 def compile_kernels(runner: "CUDAModelRunner") -> None:
     """Compile the kernels of the captured steps and of the longest step in parallel. No kernel runs.
 
-    A step of n tokens may need other kernels than a shorter step if n or n - 128 exceeds a power of two. Kernels that
-    are not compiled here are compiled at their first launch.
+    The kernels of a step with n tokens may change where n or n - 128 exceeds a power of two. Kernels that are not
+    compiled here are compiled at their first launch.
     """
     from nanovllm.kernels.launch.dependent_launch import compile_only
 

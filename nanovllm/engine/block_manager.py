@@ -103,8 +103,8 @@ class BlockManager:
     def fork(self, seq: Sequence, other: Sequence) -> None:
         """Share the full blocks of `seq` with `other`, and add a block to `other`.
 
-        Both sequences have the same computed tokens. If the last block of `seq` is not full, the next step begins by
-        copying this block into the block that was added to `other`.
+        Both sequences have the same computed tokens. If the last block of `seq` is not full, the next step first copies
+        its contents into the block added to `other`.
         """
         num_full = seq.num_computed_tokens // self.block_size
         other.block_table = seq.block_table[:num_full]

@@ -21,7 +21,7 @@ class UnavailableError(RuntimeError):
 
 
 class Engine:
-    """Owns the scheduler, model runner, ranks and output processor. An `EngineThread` runs its steps."""
+    """Owns the scheduler, model runner, ranks and output processor. An `EngineThread` runs the engine's steps."""
 
     model_runner: ModelRunner | None = None  # None before the model is loaded, and after `exit`
     scheduler: Scheduler

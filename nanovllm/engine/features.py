@@ -71,7 +71,8 @@ class StepFeature:
     def edit_logits(self, logits: Any, rows: Any) -> None:
         """Edit logits [S, vocabulary] in place. `rows` is a `layers.sampler.SamplingRows`.
 
-        CUDA graphs contain this method, so it must not wait for the device. It also runs when no request needs it.
+        CUDA graphs contain this method, so it must not wait for the device. The method also runs when no request needs
+        it.
         """
 
     def after_forward(self, arrays: Arrays, output: Any) -> Any:

@@ -233,7 +233,7 @@ class LLMEngine:
 
 
 class Stopwatch:
-    """Times consecutive phases. `part_done(name)` ends a phase, and stores its duration in `seconds[name]`."""
+    """Times consecutive phases. `part_done(name)` ends a phase, and stores the phase's duration in `seconds[name]`."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}

@@ -37,7 +37,7 @@ MIN_MIXED_TOKENS = 64  # the least `max_num_mixed_tokens`, even on a slow device
 class ModelRunner:
     """Loads the model, owns the KV cache, and runs one step at a time. The host provides each step's tokens.
 
-    Subclasses overlap steps or run them on several ranks. runners.py chooses the class.
+    Subclasses overlap consecutive steps, or run steps on several ranks. runners.py chooses the class.
     """
 
     budget_name = "the budget on a CPU is"  # for error messages about the cache size
@@ -224,7 +224,7 @@ class ModelRunner:
         return self.int_tensor([seq.block_table + [0] * (width - len(seq.block_table)) for seq in seqs])
 
     def prepare_state_rows(self, step: ScheduledStep) -> torch.Tensor:
-        """Return [2, B] int32: the indices of the states that each row reads, then of those that it writes."""
+        """Return [2, B] int32: for each row, the index of the state to read and the index of the state to write."""
         written = [seq.req_index for seq, _, _ in step.rows]
         return self.int_tensor([written[: step.num_decodes] + step.state_rows, written])
 

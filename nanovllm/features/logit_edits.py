@@ -113,7 +113,7 @@ class LogitEdits(StepFeature):
 
 
 class EditTables(NamedTuple):
-    """The lists of all requests, such as their bad words, indexed by request index.
+    """Lists for each request, such as its bad words, indexed by request index.
 
     The last request index is reserved for padding rows of CUDA graphs.
     """

@@ -61,7 +61,7 @@ class OutputLogprobs:
 class DeferredList(abc.Sequence):
     """A list that is built when it is first read, in the reader's thread.
 
-    Building it in the engine's thread would delay a step.
+    Building the list in the engine's thread would delay a step.
     """
 
     def __init__(self, make: Callable[[], list]):

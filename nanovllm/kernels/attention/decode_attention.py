@@ -73,8 +73,8 @@ def _prefetch_tile(cache_ptrs, table_ptr, kv_head, tokens, CACHE: tl.constexpr):
 def _store_new_token(k, v, cache_ptrs, slot, kv_head, d, CACHE: tl.constexpr):
     """Store a key `k` and a value `v`, both [1, head_dim], unless `slot` is -1.
 
-    Return the stored key and its scale, then the stored value and its scale. FP8 rounds both, and attention must use
-    the same rounded numbers in this step as in later steps.
+    Return the stored key and its scale, then the stored value and its scale. FP8 rounds keys and values, and attention
+    must use the same rounded numbers in this step as in later steps.
     """
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
     at = (slot * CACHE.kv_heads + kv_head) * CACHE.head_dim + d[None, :]
@@ -322,8 +322,8 @@ def decode_attention(
     tokens_per_row: the number of consecutive rows that belong to one sequence. The rows of a sequence share a block
         table, and each row sees at least as many keys as the row before it.
     norm_rope_inputs: the arguments `qk_norm_rope` and `slot_mapping` of `norm_rope_and_store`. If these arguments are
-        given, the kernel also does the work of `norm_rope_and_store`, and q is qkv [B, heads + 2 kv_heads, head_dim]
-        with any stride between tokens. The result of an empty sequence is then finite but undefined.
+        given, the kernel also does the work of `norm_rope_and_store`. In that case, q is qkv [B, heads + 2 kv_heads,
+        head_dim] with any stride between tokens, and the result of an empty sequence is finite but undefined.
     """
     is_qkv, kv_heads = norm_rope_inputs is not NO_NORM_ROPE, cache.k.shape[2]
     out = torch.empty_like(q[:, 2 * kv_heads :] if is_qkv else q) if out is None else out

@@ -5,7 +5,7 @@ row is one query head of one token. A tile covers a *pack*: some of the query he
 size of a pack is the largest power of two that divides the number of query heads per key-value head.
 
 The warpgroups alternate. While one warpgroup computes a softmax, the tensor cores work for the other warpgroup, or
-multiply the first warpgroup's previous softmax weights by values.
+multiply the previous softmax weights of the first warpgroup by values.
 """
 
 from typing import NamedTuple

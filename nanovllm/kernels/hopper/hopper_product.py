@@ -47,7 +47,7 @@ class Plan(NamedTuple):
 
 @gluon.jit
 def _tile(index, sizes, PLAN: gl.constexpr):
-    """Return the first row of a tile, and the index of its pair of output blocks."""
+    """Return the first row of a tile, and the index of the tile's pair of output blocks."""
     num_rows, num_pairs, _ = sizes
     per_group = PLAN.group * num_pairs
     first = index // per_group * PLAN.group

@@ -19,8 +19,8 @@ PREFETCH = "prefetch_rows"  # only fills the L2 cache: the kernel reads the valu
 
 
 def check_early_reads(function: Callable, early: tuple[str, ...]) -> None:
-    """Raise AssertionError if a kernel breaks the contract. The kernel must wait. Before the wait, it must write
-    nothing, and read exactly the parameters `early`.
+    """Raise AssertionError if a kernel breaks the contract. The kernel must wait. Before the wait, the kernel must
+    write nothing, and read exactly the parameters `early`.
     """
     body = _Body(function)
     waits = body.run(body.node.body)

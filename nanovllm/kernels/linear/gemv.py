@@ -78,7 +78,7 @@ def _load_if(ptr, at, inside, OTHERWISE: tl.constexpr):
 
 @triton.jit
 def _load_input(x_ptrs, norm_weight, k, inside):
-    """Return a tile of the input row, times the norm's weight, and the squares of its elements without the weight."""
+    """Return a tile of the input row times the norm's weight, and a tile of the squared row."""
     x = tl.load(x_ptrs.x + k, inside, 0.0).to(tl.float32)
     if x_ptrs.residual is not None:
         total = x + tl.load(x_ptrs.residual + k, inside, 0.0).to(tl.float32)

@@ -106,7 +106,7 @@ def _search(row, lower_bound, target, BY_MASS: tl.constexpr, LOW: tl.constexpr):
     """Find the smallest number >= `lower_bound` such that fewer than `target` logits exceed it.
 
     With BY_MASS, the sum of the weights of these logits (see `_sum_above`) must be less than `target`. Return the
-    number, and the count or sum of the logits above it.
+    number, and the count (or the sum of the weights) of the logits above it.
     """
     low, high = _key(lower_bound, LOW), _key(row.max, LOW)
     above = 0.0  # the amount above `high`
