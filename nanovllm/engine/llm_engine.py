@@ -166,7 +166,7 @@ class LLMEngine:
         self.engine_thread.abort(check_int("request_id", request_id, low=0, high=num_requests - 1))
 
     def step(self) -> StepOutput:
-        """Return the new outputs of the calling thread's requests. If there are no new outputs, run a step first.
+        """Return the new outputs of the calling thread's requests. If the thread has no new outputs, run a step first.
 
         A thread that has added no request, such as a server's loop, gets the outputs of all threads that never call
         `step`. Ctrl-C drops no request.

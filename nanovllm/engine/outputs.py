@@ -152,8 +152,8 @@ class StepOutput:
     """The new outputs for one caller from one or more steps.
 
     A StepOutput unpacks into a pair, as in `outputs, num_tokens = llm.step()`. `outputs` contains a pair (request id,
-    token ids) for each ended request. `num_tokens` is the number of computed prompt tokens. If there are none,
-    `num_tokens` is the number of decoded tokens, negated.
+    token ids) for each ended request. `num_tokens` is the number of computed prompt tokens. If no prompt tokens were
+    computed, `num_tokens` is the number of decoded tokens, negated.
 
     finished: the outputs of the requests that ended.
     new_tokens: (request id, token id) for every new token, in the order of arrival. Only callers that use `step` get
