@@ -53,22 +53,22 @@ class Config:
     expert_parallel: with several ranks, give each rank whole experts of a mixture-of-experts model, instead of a part
         of every expert.
     enforce_eager: do not use CUDA graphs.
-    kvcache_block_size: tokens per cache block, a multiple of 16. The backend "flash" needs a multiple of 256, and
-        `batch_invariant` on CUDA a multiple of 64.
+    kvcache_block_size: tokens per cache block, a multiple of 16. The backend "flash" needs a multiple of 256. On CUDA,
+        `batch_invariant` needs a multiple of 64.
     num_kvcache_blocks: the number of cache blocks; by default, as many as fit into memory or, on a CPU, into 1 GiB. An
         explicit number also limits `max_model_len`.
     kv_cache_dtype: "auto" stores values in `dtype`. "fp8" stores e4m3 values with a scale for each key and value. "fp8"
         needs the backend "triton" or "sdpa".
-    mamba_ssm_cache_dtype: the dtype in which layers with the gated delta rule store their states: "float32", "bfloat16"
-        or "float16". "auto" is the checkpoint's choice, usually "float32". States are always computed in float32. The
-        setting has no effect on other models.
+    mamba_ssm_cache_dtype: the dtype in which layers with the gated delta rule store their states, one of "float32",
+        "bfloat16" and "float16". "auto" is the checkpoint's choice, usually "float32". States are always computed in
+        float32. The setting has no effect on other models.
     dtype: "auto" is the checkpoint's dtype. On a CPU without instructions for the checkpoint's dtype, "auto" is float32
-        if float32 weights take at most half of the memory. Other values: "float32" ("float"), "float16" ("half"),
-        "bfloat16". In Python, the value can also be a torch.dtype.
+        if float32 weights take at most half of the memory. The other values are "float32" (or "float"), "float16" (or
+        "half") and "bfloat16". In Python, the value can also be a torch.dtype.
     device: "cpu", "cuda", or one GPU, such as "cuda:1". "auto" is "cuda" if there is a CUDA device, else "cpu".
     attention_backend: "triton", "sdpa" or "flash". "auto" is "triton" on CUDA if Triton is installed, else "sdpa".
-    swap_space: GiB of host memory, for all ranks together, to keep cache blocks that the device evicts. A later request
-        that begins with the tokens of these blocks copies them back. See nanovllm/docs/cache.md.
+    swap_space: GiB of host memory, for all ranks together, to keep cache blocks that the device evicts. The blocks are
+        copied back for a later request that begins with the same tokens. See nanovllm/docs/cache.md.
     swap_dir: a folder with a copy of the blocks in host memory, which a later start of the same model can read. Needs
         `swap_space`.
     swap_dir_space: GiB of files in `swap_dir`, for each model.
@@ -99,7 +99,7 @@ class Config:
     task: "generate", "embed" (texts to vectors), "score" (the relevance of documents) or "classify"; by default the
         task for which the checkpoint was made. See nanovllm/docs/embeddings.md.
     language_model_only: load no vision tower, and take no images.
-    limit_mm_per_prompt: the maximum number of images in a prompt, as JSON: `{"image": 4}`; by default 999.
+    limit_mm_per_prompt: the maximum number of images in a prompt, as JSON such as `{"image": 4}`; by default 999.
     mm_processor_kwargs: the size to which images are scaled, as JSON with the keys `min_pixels` and `max_pixels`.
     allowed_local_media_path: conversations may refer to image files in this folder; by default, to no files. See
         nanovllm/docs/images.md.

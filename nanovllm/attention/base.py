@@ -25,7 +25,7 @@ class AttentionBackend:
 
     @staticmethod
     def devices() -> tuple[str, ...] | None:
-        """Return the supported device types, or None for all devices of PyTorch."""
+        """Return the supported device types, or None if every PyTorch device is supported."""
         return None
 
     @staticmethod
@@ -34,25 +34,26 @@ class AttentionBackend:
         return not spec.is_special
 
     def set_head_shape(self, group: int, head_dim: int, dtype: torch.dtype) -> None:
-        """Before the first step, prepare for an attention layer with `group` query heads per key-value head."""
+        """Prepare for an attention layer with `group` query heads per key-value head. Called before the first step."""
 
     def prepare_chunks(self, chunks: list[tuple[int, int]], first_row: int) -> dict[str, np.ndarray]:
         """Return int32 arrays for `Context.backend_arrays`.
 
-        The first of `chunks` (start, end) is row `first_row` of the batch.
+        Each of `chunks` is (start, end). The first chunk is row `first_row` of the batch.
         """
         return {}
 
     def array_shapes(self, num_tokens: int, num_chunks: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Return the names and largest shapes that the arrays from `prepare_chunks` can have in a CUDA graph."""
+        """Return the name and the largest shape of each array that `prepare_chunks` can return for a CUDA graph."""
         return ()
 
     def attend(self, q, cache: KVCache, context: Context) -> torch.Tensor:
         """Compute attention for a step's queries q [T, heads, head_dim]. The output has the shape of q.
 
-        Decodes come first. `cache.spec` is the layer's AttentionSpec. Each query sees its sequence's keys up to its own
-        position, or the last `window` of these keys. Scores are multiplied by `scale`, or by 1 / sqrt(head_dim) if
-        `scale` is None. Padding rows see no keys, and their results are undefined.
+        Decode rows precede prefill rows. `cache.spec` is the layer's AttentionSpec. Each query sees the keys of its
+        sequence up to its own position. If `window` is set, a query sees only the last `window` of those keys. Scores
+        are multiplied by `scale`, or by 1 / sqrt(head_dim) if `scale` is None. Padding rows see no keys, and their
+        results are undefined.
         """
         raise NotImplementedError
 

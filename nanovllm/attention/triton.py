@@ -58,9 +58,9 @@ class TritonBackend(AttentionBackend):
 def query_tiles(chunks: list[tuple[int, int]], first_row: int, size: int) -> np.ndarray:
     """Return the tile of each program of the prefill kernel, as [N, 2] int32.
 
-    A tile is described by its chunk's row in the batch, and by the index of its first token in the chunk.
-    `chunks` contains the positions (start, end) of each chunk in its sequence, and a tile covers `size` tokens. Tiles
-    with the most keys come first.
+    A tile is (the chunk's row in the batch, the index in the chunk of the tile's first token). `chunks` contains the
+    positions (start, end) of each chunk in its sequence. A tile covers `size` tokens. Tiles with the most keys come
+    first.
     """
     starts, ends = np.array(chunks, np.int64).T
     counts = -((starts - ends) // size)

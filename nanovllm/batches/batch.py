@@ -1,7 +1,7 @@
 """Defines the inputs of a step: a flat int32 buffer with named views.
 
-The host fills the buffer. One copy sends the buffer to the device, where it has the same views. Device code never uses
-a `Sequence`.
+The host fills the buffer. A single copy sends the buffer to the device, which uses the same views. Device code never
+uses a `Sequence`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -71,12 +71,12 @@ def _view(dims: Callable[[BatchShape], Dims], chunks_only: bool = False) -> Any:
 
 @dataclass(slots=True, eq=False)
 class Batch(Generic[Array]):
-    """The int32 arrays of a step: NumPy arrays on the host, tensors on the device.
+    """The int32 arrays of a step, as NumPy arrays on the host and as tensors on the device.
 
     Fields with `chunks_only` are None in steps that only decode. For decode rows, the host fills the fields from
     `req_indices` to `new_window_blocks`. The device fills the fields from `input_ids` to `window_tables` (see
-    `place_decodes` and `place_windows`). CUDA graphs only read views whose shapes `BatchShape.graph_shape` determines,
-    so the buffer begins with these views.
+    `place_decodes` and `place_windows`). The buffer begins with the views whose shapes are determined by
+    `BatchShape.graph_shape`. CUDA graphs read no other views.
     """
 
     shape: BatchShape
@@ -143,7 +143,7 @@ BATCH, BACKEND = "the batch itself", "the attention backend"  # owners of arrays
 
 @lru_cache(maxsize=1024)
 def _layout(shape: BatchShape) -> tuple[list[tuple[str, list[tuple[str, int, int, Dims]]]], int]:
-    """Return views (name, begin, end, dimensions) of backend, batch and features, and the buffer's size, in words."""
+    """Return the views (name, begin, end, dimensions) of each owner, and the size of the buffer in words."""
     views_used = [view for view in VIEWS if shape.has_chunks or not view.metadata["chunks_only"]]
     batch_shapes = [(view.name, view.metadata["dims"](shape)) for view in views_used]
     layout, begin = [], 0
@@ -233,7 +233,7 @@ def _fill(array: np.ndarray, values: Any, padding: int) -> None:
 
 
 def _fill_chunks(batch: HostBatch, step: ScheduledStep, block_size: int, pad_req_index: int) -> None:
-    """Fill the chunks' rows and tokens after the decode rows, and the arrays that locate the chunks."""
+    """Fill the rows and tokens of chunks (after the decode rows), and the arrays that locate the chunks."""
     k, n = step.tokens_per_row, step.num_decodes * step.tokens_per_row
     lengths = np.array([1] * n + step.chunk_lens)
     ends = lengths.cumsum(dtype=np.int32)  # [B], the end of each row in the step's flat tokens

@@ -74,7 +74,11 @@ class BatchRunner(ModelRunner):
 
     @torch.inference_mode()
     def compute(self, batch: HostBatch) -> tuple[torch.Tensor, ForwardOutput]:
-        """Run a batch. Return the results in host memory, valid when the step ends, and the output on the device."""
+        """Run a batch.
+
+        Return (results, output). The results are in host memory, and become valid when the step ends. The output is on
+        the device.
+        """
         with self.few_threads(batch.shape.num_tokens):
             output = self.forward(batch.to(self.device))
             return output.results.cpu(), output

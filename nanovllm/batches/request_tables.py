@@ -13,7 +13,7 @@ from nanovllm.kernels import operation
 
 
 class RequestTables(NamedTuple):
-    """Int32 arrays, indexed by request. The last row is for padding. The zeros of this row select greedy sampling."""
+    """Int32 arrays, indexed by request. The last row is for padding. A row of zeros selects greedy sampling."""
 
     last_token_ids: torch.Tensor  # [requests, K]: the last token, then drafts; -1: no draft
     num_tokens: torch.Tensor  # [requests], including the last token
@@ -74,8 +74,8 @@ def accept(
 ) -> torch.Tensor | None:
     """Make each sampled token the next input of its sequence, and increase the sequence's length.
 
-    `req_indices` is [S], and `positions` and `token_ids` are [S * k]. With drafts (k > 1), return how many tokens each
-    sequence gets, which is one more than its accepted drafts: [S] int32.
+    `req_indices` is [S], and `positions` and `token_ids` are [S * k]. With drafts (k > 1), return the number of tokens
+    that each sequence gets, [S] int32: its accepted drafts plus 1.
     """
     if len(token_ids) > len(req_indices):
         from nanovllm.spec_decode.rows import accept_drafts
@@ -88,5 +88,8 @@ def accept(
 
 
 def arrays(*tensors: torch.Tensor) -> list[Any]:
-    """Return NumPy views of CPU tensors. NumPy's operators do the same as PyTorch's, but much faster on a CPU."""
+    """Return NumPy views of CPU tensors.
+
+    On a CPU, NumPy's operators are much faster than PyTorch's, and have the same results.
+    """
     return [x.numpy() if x.is_cpu else x for x in tensors]

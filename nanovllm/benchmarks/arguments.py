@@ -49,27 +49,27 @@ host: no model runs. A fake device returns random tokens immediately. One table 
     includes the work until the caller of `generate` or `stream` gets the text. The time of a Python loop shows how fast
     the machine is.
 
-Runs. Each workload first runs once as a warm-up with different token ids. (Online warms up with a quarter of its
-requests, and all decode runs of latency have the same ids.) After the warm-up, headline, single, prefill, batches and
-embed run --rounds times, each time with different ids, and the fastest run is reported. One run is not enough, because
-vLLM with FP8 compiles kernels whenever a step has a new number of tokens, even after the warm-up. With --compare, each
-engine runs in a separate process. vLLM runs with its defaults, except for the model, the dtypes, --max-model-len, the
-number of GPUs and --speculative-config. vLLM gets --max-num-seqs and --max-num-batched-tokens only if you set them. The
-output lists the versions of the engines, and the environment variables VLLM_*. --plot FILE.svg draws online, latency or
-batches.
+Runs. Each workload first runs once as a warm-up with different token ids. Online warms up with a quarter of its
+requests, and all decode runs of latency have the same ids. After the warm-up, headline, single, prefill, batches and
+embed run --rounds times, each time with different ids. The fastest run is reported. One run is not enough, because vLLM
+with FP8 compiles kernels whenever a step has a new number of tokens, even after the warm-up. With --compare, each
+engine runs in a separate process. The settings of vLLM are its defaults, except for the model, the dtypes,
+--max-model-len, the number of GPUs and --speculative-config. If you set --max-num-seqs or --max-num-batched-tokens,
+vLLM gets them too. The output lists the versions of the engines, and the environment variables VLLM_*. --plot FILE.svg
+draws online, latency or batches.
 
 Random weights. With --shape, the "model" in --speculative-config may be a shape too, and the method "eagle3" needs no
 model. Drafts from random weights are never accepted. To make both engines accept drafts at given rates, set for example
 --speculative-config '{"method": "eagle3", "num_speculative_tokens": 2, "rejection_sample_method": "synthetic",
 "synthetic_acceptance_rates": [0.8, 0.64]}'.
 
-Latency. Online is an open loop: each request is submitted when it is due, even if the engine is busy, and latencies
-count from the due time. TTFT is the time to first token. "time per output token" is the time from the first token of a
+Latency. Online is an open loop: each request is submitted when it is due, even if the engine is busy. Latencies count
+from the due time. TTFT is the time to first token. "time per output token" is the time from the first token of a
 request to its last token, divided by the number of tokens after the first. ITL (inter-token latency) covers all gaps
 between consecutive tokens of a request. The longest gap of a request is also reported. The decode speed counts only
 tokens that arrive while all sequences of a batch decode. Percentiles are interpolated between the two nearest values,
-so p50 is the median. For online and latency, the same loop steps both engines, and vLLM has its server's defaults. For
-http, each engine runs behind its HTTP server. Headline, single, prefill and batches call `LLM.generate`, and embed
+so p50 is the median. For online and latency, the same loop steps both engines, and vLLM has the defaults of its server.
+For http, each engine runs behind its HTTP server. Headline, single, prefill and batches call `LLM.generate`, and embed
 calls `LLM.embed`.
 
 Profiles. --profile traces a run of headline, single, prefill, batches or latency on a GPU, with at most 65 output
@@ -81,9 +81,9 @@ mean step of the row.
 
 Limits. On CUDA, two columns compare the measured time with the least time that the hardware needs. A step spends time
 on reading (weights, keys and values) and on multiplying. The column "of limit" assumes that each step either computes
-prompts or decodes, and that a step takes the longer of its reading time and its multiplying time. The column "of
-overlap" assumes that all reading of the run overlaps with all multiplying of the run. Memory bandwidth and GEMM
-throughput are measured on this device under load. With several ranks, both rates are multiplied by the number of ranks.
+prompts or decodes, and takes its reading time or its multiplying time, whichever is longer. The column "of overlap"
+assumes that all reading of the run overlaps with all multiplying of the run. Memory bandwidth and GEMM throughput are
+measured on this device under load. With several ranks, both rates are multiplied by the number of ranks.
 """
 
 import argparse
@@ -181,7 +181,7 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the arguments. Exit with an error if some arguments do not fit together."""
+    """Parse the arguments. Exit with an error if arguments conflict."""
     args = parser.parse_args(arguments)
     args.workload = args.name or args.workload
     names, first = ",".join(args.workload), args.workload[0]

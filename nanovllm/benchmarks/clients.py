@@ -1,7 +1,7 @@
 """Runs HTTP clients as a program.
 
 The clients must not be the bottleneck, so `http.py` runs several processes, which import only the standard library.
-Each process receives pickled arguments of `drive`.
+Each process receives the arguments of `drive`, pickled.
 """
 
 import pickle
@@ -35,7 +35,7 @@ class Client:
     def receive(self) -> bool:
         """Receive data of the answer, and return whether the answer is complete.
 
-        If the data contains new tokens, append the seconds since the request was sent to `times`.
+        If the data contains new tokens, append to `times` the seconds since the request was sent.
         """
         data = self.socket.recv(65536)
         if b"[{" in data:  # a list of choices; in the event with the usage, this list is empty
@@ -98,8 +98,8 @@ def drive(
 ) -> tuple[float, float, float, list[list[float]]]:
     """Send the numbered requests. Each client sends its next request when its previous request is answered.
 
-    Returns the start time, the end time and the CPU time of this process (all in seconds), and the `Client.times` of
-    each request. Raises AnswerError unless every answer has exactly `num_tokens` tokens.
+    Returns the start time, end time and CPU time of this process in seconds, and the `Client.times` of each request.
+    Raises AnswerError if the number of tokens in any answer is not `num_tokens`.
     """
     waiting = iter(requests)
     client = None

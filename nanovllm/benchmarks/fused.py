@@ -102,7 +102,7 @@ def without(names: tuple[str, ...]) -> Iterator[None]:
 def step_times(
     model: str, settings: dict[str, Any], left_out: tuple[str, ...] = ("no such class",)
 ) -> dict[str, float]:
-    """Disable the fused forms in `left_out`. Return the time per kind of step in microseconds (minimum of 3 runs)."""
+    """Return the microseconds per kind of step (minimum of 3 runs), with the fused forms in `left_out` disabled."""
     from nanovllm import LLM, SamplingParams
 
     with without(left_out), LLM(model, device="cuda", enable_prefix_caching=False, **settings) as llm:

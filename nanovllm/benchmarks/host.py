@@ -50,7 +50,7 @@ def host_requests(num_seqs: int, max_input_len: int, output_len: int, vocab_size
 
 
 def host_step(llm: LLM, requests: list[Request]) -> list[float]:
-    """Return four medians over the decode steps, in microseconds: schedule, prepare, process, and their sum."""
+    """Return the median times of a decode step in microseconds: to schedule, to prepare, to process, and in total."""
     scheduler, runner, config = llm.scheduler, llm.model_runner, llm.config
     device = FakeDevice(len(requests), config.model_config.vocab_size)
     for i, r in enumerate(requests):
@@ -93,7 +93,9 @@ def host_calls(llm: LLM, requests: list[Request], rounds: int = 3) -> dict[str, 
 
 
 class FakeDevice:
-    """A device that finishes each step immediately, with random token ids. Its `launch` replaces `BatchRunner.launch`.
+    """A device that finishes each step immediately, with random token ids.
+
+    `FakeDevice.launch` replaces `BatchRunner.launch`.
 
     decoding_since: the process's CPU time in seconds at the launch of the first decode step.
     """

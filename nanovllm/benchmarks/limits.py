@@ -127,7 +127,7 @@ class StepCosts:
         return num_bytes / self.rates.bytes_per_s, operations / self.rates.operations_per_s
 
     def _weight_bytes(self, num_tokens: float) -> float:
-        """Return how many bytes of weights a step reads.
+        """Return the number of bytes of weights that a step reads.
 
         For a mixture of experts, return the expected number if the router chooses all experts with equal probability.
         """

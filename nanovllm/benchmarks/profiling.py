@@ -86,7 +86,7 @@ def shortened(requests: list[Request]) -> list[Request]:
 
 
 def row(times: Counter[str], num_steps: int, least: Steps) -> list[str]:
-    """Return the cells of a table row that follow the name and the number of steps. `least` is from `least_steps`."""
+    """Return the cells of a table row, without the name and the number of steps. `least` is from `least_steps`."""
     reads, multiplies = map(sum, zip(*least))
     cells = [*(times[kind] for kind in COLUMNS), sum(times.values()), sum(map(max, least)) * 1e6]
     return [*(number(us / num_steps, 0) for us in cells), "reading" if reads > multiplies else "multiplying"]

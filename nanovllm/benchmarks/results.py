@@ -67,7 +67,7 @@ def latency_ms(result: Result, kind: str, p: float, min_values: int = 1) -> floa
 
 
 def decode_rate(token_times: list[list[float]], num_seqs: int) -> float:
-    """Return the decode speed while all sequences of a run decode, in tokens per second (median of the runs).
+    """Return the decode speed in tokens per second while all sequences of a run decode (median of the runs).
 
     `token_times` lists the runs one after another, with `num_seqs` sequences per run.
     """

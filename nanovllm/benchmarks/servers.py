@@ -29,9 +29,9 @@ class Server(NamedTuple):
 
 
 def as_flags(settings: dict[str, Any]) -> list[str]:
-    """Return settings as flags: `--name=value` (dicts as JSON), or `--name` and `--no-name` for bools.
+    """Return settings as flags. Most settings become `--name=value`, with dicts as JSON.
 
-    A setting of None is left out.
+    Bools become `--name` or `--no-name`. A setting of None is left out.
     """
     flags = []
     for name, value in settings.items():
@@ -116,7 +116,7 @@ Threads = dict[tuple[int, int], tuple[str, float]]  # by the ids of process and 
 def cpu_times(server: Server, since: Threads | None = None) -> Threads:
     """Return the CPU time of each server thread, or {} outside Linux.
 
-    `since` is an earlier result. If it is given, only the time after it counts.
+    If `since`, an earlier result, is given, only the CPU time since then counts.
     """
     threads: Threads = {}
     for stat in Path("/proc").glob("[0-9]*/task/[0-9]*/stat"):

@@ -16,7 +16,7 @@ class AttentionSpec:
     """Describes what an attention layer stores and computes. Backends and kernels read the description as `cache.spec`.
 
     The layer stores a key and a value per token and head, in blocks. cache/state.py explains specs, and lists the other
-    specs. Specs that differ only in their sinks are equal, because such layers store the same data.
+    specs. Specs that differ only in their sinks compare equal, because layers with such specs store the same data.
     """
 
     num_kv_heads: int = 0
@@ -29,7 +29,7 @@ class AttentionSpec:
 
     @property
     def is_special(self) -> bool:
-        """Whether there is a soft cap or sinks, which not all backends and kernels support."""
+        """Whether the layer has a soft cap or sinks, which some backends and kernels do not support."""
         return self.soft_cap is not None or self.sinks is not None
 
     def tensors(self, num_layers: int, num_blocks: int, config: "Config") -> tuple[torch.Tensor, ...]:

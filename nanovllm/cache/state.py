@@ -1,13 +1,13 @@
-"""The memory of layers between steps: keys and values, or a state, which consists of fixed-size tensors per sequence.
+"""The data that layers keep between steps: keys and values, or a state of fixed-size tensors per sequence.
 
 A layer with a method `cache_spec()` gets its part of the engine's memory as `layer.cache`. Layers with equal specs form
-a group, which the ModelRunner allocates together. A spec is an `AttentionSpec` (cache/kv_cache.py), a `PagedHidden`
-(models/shared/head_models.py) or a `StateSpec`. Each spec has:
+a group, whose memory the ModelRunner allocates together. A spec is an `AttentionSpec` (cache/kv_cache.py), a
+`PagedHidden` (models/shared/head_models.py) or a `StateSpec`. Each spec has:
 
-- `of_states`: True for one state per sequence, False for blocks of tokens
+- `of_states`: whether the layer has one state per sequence instead of blocks of tokens.
 - `tensors(num_layers, num_blocks, config)`: the tensors of the whole group, on the meta device. Dimension 1 is the
   layer, and dimension 2 is the block or the state.
-- `make(parts, config)`: makes `layer.cache` from the layer's part of each tensor
+- `make(parts, config)`: makes `layer.cache` from the layer's part of each tensor.
 
 | what happens to a sequence | keys and values in blocks | a state (engine/state_blocks.py) |
 | --- | --- | --- |
@@ -81,10 +81,10 @@ class StateSpec(NamedTuple):
 def fit_states(runner: "ModelRunner") -> None:
     """Set `Config.num_states`, and lower `Config.max_num_seqs` if needed. The runner's model must be loaded.
 
-    Each of `max_num_seqs` sequences needs a state and, with the prefix cache, another one for a snapshot. If
-    `num_kvcache_blocks` is set, states take as much memory as they need, otherwise at most half of the cache's memory.
-    If not all states fit, `max_num_seqs` is lowered. With the prefix cache, sequences then get at most three quarters
-    of the states that fit.
+    Each of `max_num_seqs` sequences needs a state and, with the prefix cache, a second state for a snapshot. By
+    default, states take at most half of the cache's memory. If `num_kvcache_blocks` is set, states take as much memory
+    as they need. If not all states fit, `max_num_seqs` is lowered. With the prefix cache, sequences then get at most
+    three quarters of the states that fit.
     """
     config, has_snapshots = runner.config, runner.config.enable_prefix_caching
     num_seqs, num_states = config.max_num_seqs, config.max_num_seqs * (1 + has_snapshots)

@@ -1,10 +1,10 @@
 """Separate block tables for layers with a window, so that blocks before the window can be freed.
 
-If only some layers have a window, the layers are divided into tables. Table 0 contains the layers without a window. A
-block stores the keys and values of one table's layers, so any table can use any block. If the layers with a window
-store keys and values of another shape, one kind of layer may store several times as many bytes as the other. In this
-case, a block stores several layers of the smaller kind in place of one layer of the larger kind.
-engine/window_blocks.py decides which blocks are freed.
+If only some layers have a window, the layers are divided among several block tables. Table 0 contains the layers
+without a window. A block stores the keys and values of one table's layers, so any table can use any block. Layers with
+a window may store more or fewer bytes per token than layers without a window. A block can therefore store several
+layers of the smaller kind in place of one layer of the larger kind. engine/window_blocks.py decides which blocks are
+freed.
 """
 
 from collections.abc import Iterable
@@ -25,10 +25,10 @@ Shape = tuple[int, int]  # kv_heads, head_dim
 
 
 class TableView(NamedTuple):
-    """How a layer sees a block table. The layer's cache divides each block of the table into `factor` blocks.
+    """Maps the block ids of a table to the block ids of a layer's cache.
 
-    The layer uses one of these smaller blocks: block `id` of the table is block `factor * id + offset` of the layer's
-    cache.
+    The layer's cache divides each block of the table into `factor` blocks. The layer uses one of the smaller blocks:
+    block `id` of the table is block `factor * id + offset` of the layer's cache.
     """
 
     table: int  # index of the table in each of the sequence's `window_columns`, or -1 for its `block_table`
@@ -55,11 +55,11 @@ class DividedSpec(AttentionSpec):
 
 
 def divide_layers(runner: "ModelRunner") -> None:
-    """Give layers with a window separate tables, if the longest sequence then needs fewer bytes.
+    """Give layers with a window separate tables, if separate tables reduce the memory of the longest sequence.
 
     All layers with a window must store keys and values of one shape. All other layers must also share one shape. The
     larger shape must be a multiple of the smaller shape. The runner's model must be loaded. Sets
-    `Config.num_window_tables`, `Config.cache_window`, `Config.table_views` and each layer's `table`, and merges the
+    `Config.num_window_tables`, `Config.cache_window`, `Config.table_views` and each layer's `table`. Merges the
     runner's `cache_groups`.
     """
     config, groups = runner.config, runner.cache_groups
@@ -101,10 +101,10 @@ def cache_shape(spec: AttentionSpec) -> Shape:
 
 
 def view_tables(views: tuple[TableView, ...], columns: Any, block_table: Any) -> np.ndarray:
-    """Return the block ids that layers with each of the `views` use: [views, W].
+    """Return [views, W]: for each of the `views`, the block ids that layers with this view use.
 
-    `columns` may be shorter than `block_table` [W]. For each column, `columns` contains the block ids of all window
-    tables.
+    Each element of `columns` contains a column's block ids in all window tables. `columns` may be shorter than
+    `block_table` [W].
     """
     ids = np.zeros((len(views), len(block_table)), np.int32)
     for row, (table, factor, offset) in zip(ids, views):
@@ -133,8 +133,8 @@ def set_window_contexts(rows: Iterable[Any], config: "Config", int_tensor: Any) 
 def place_windows(tables: Any, batch: Any, block_size: int) -> None:
     """After `place_decodes`, fill in the window tables and window slots of a batch's decode rows.
 
-    `tables` is a `RequestTables`, and `batch` a `Batch`, both on the device. The host has filled in the chunks. CUDA
-    graphs contain this function, so it never waits for the device.
+    `tables` is a `RequestTables`, and `batch` a `Batch`, both on the device. The host has already filled in the rows of
+    chunks. CUDA graphs contain this function, so it never waits for the device.
     """
     shape, requests = batch.shape, tables.window_tables  # [requests, window tables, W + 1]
     k, num_rows, width = shape.tokens_per_row, shape.num_decode_rows, shape.max_blocks_per_seq

@@ -1,8 +1,8 @@
 """Implements vLLM's interface for offline generation.
 
 Import names from this module, for example `from nanovllm.compat.vllm import LLM, SamplingParams`. If a program imports
-vLLM itself, call `install()` first. Then `import vllm`, and imports of the submodules in MODULES, return this module. A
-name that this module lacks raises ImportError or AttributeError.
+vLLM itself, call `install()` first. After that call, `import vllm` returns this module, and so does the import of any
+submodule in MODULES. A name that this module lacks raises ImportError or AttributeError.
 """
 
 import gc
@@ -95,7 +95,7 @@ class VllmDistribution(Distribution, DistributionFinder):
 
 
 def install() -> None:
-    """From now on, let `import vllm`, and imports of the submodules in MODULES, return this module."""
+    """Make `import vllm`, and the import of any submodule in MODULES, return this module."""
     module = sys.modules[__name__]
     sys.modules.update(dict.fromkeys(["vllm", *(f"vllm.{name}" for name in MODULES.split())], module))
     sys.meta_path.insert(0, VllmDistribution())

@@ -93,7 +93,8 @@ class PoolingCalls(nanovllm.LLM):
     ) -> list[PoolingRequestOutput]:
         """Return the relevance of documents (`data_2`) for queries (`data_1`). Raises the same errors as our `score`.
 
-        As in vLLM, the tokenizer joins query and document, which already contain the template of the reranker.
+        As in vLLM, the tokenizer joins query and document. The query and the document must already contain the
+        reranker's template.
         """
         check_task(self.config, "score")
         prompts = [{"prompt_token_ids": self.tokenizer(*pair)["input_ids"]} for pair in pairs_of(data_1, data_2)]

@@ -1,4 +1,4 @@
-"""Lists the settings of vLLM's engine, in version 0.26 or older, that this engine lacks."""
+"""Lists the settings of vLLM's engine (up to version 0.26) that this engine lacks."""
 
 from collections.abc import Collection
 from numbers import Real
@@ -149,7 +149,7 @@ def translate(settings: dict[str, Any], known: Collection[str]) -> dict[str, Any
 def select(
     kind: str, values: dict[str, Any], known: Collection[str], accepted: dict[str, tuple[Any, ...]]
 ) -> dict[str, Any]:
-    """Return the values whose names are in `known`, after checking the remaining values against `accepted`.
+    """Return the values whose names are in `known`. Check the remaining values against `accepted`.
 
     Raises TypeError for a name that is in neither `known` nor `accepted`. Raises ValueError for a value that is not
     accepted.

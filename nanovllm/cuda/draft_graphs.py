@@ -71,7 +71,7 @@ class DraftGraphs:
 
 
 def padded_chunks(config: Config, drafter: Any, num_rows: int) -> tuple[Context, torch.Tensor, torch.Tensor]:
-    """Return arguments for `DraftModel.forward_chunks` that consist of `num_rows` padding rows."""
+    """Return arguments for `DraftModel.forward_chunks`, in which all `num_rows` rows are padding."""
     num_seqs = min(num_rows, MAX_CHUNKS)
     ints = lambda *dims, value=0: torch.full(dims, value, dtype=torch.int32, device=drafter.num_computed.device)
     arrays = drafter.backend.array_shapes(num_rows, num_seqs)

@@ -19,8 +19,7 @@ from nanovllm.utils.double_buffer import DoubleBuffer
 def capture_sizes(max_num_seqs: int, fills_tiles: bool) -> list[int]:
     """Return the batch sizes to capture, in ascending order up to `max_num_seqs`. Small sizes are closer together.
 
-    Partial tiles of our GEMM kernels are slow. With `fills_tiles`, all sizes above 64, except the last, fill whole
-    tiles.
+    With `fills_tiles`, all sizes above 64 except the last are multiples of 128, which fill whole GEMM tiles.
     """
     sizes = [1, 2, 4, 8, *range(16, 256, 16), *range(256, max_num_seqs, 32)]
     if fills_tiles:
@@ -60,11 +59,12 @@ def decode_shapes(config: Config) -> list[BatchShape]:
 
 
 class DecodeGraphs:
-    """CUDA graphs of decode steps with the model and the sampler, one per shape in `decode_shapes`.
+    """CUDA graphs of decode steps, including the sampler, one per shape in `decode_shapes`.
 
     A graph first copies the batch from pinned host memory, and finally copies the results to host memory. Between two
     steps, the host only launches the next graph. There are two host buffers, so the host can prepare a step while the
-    previous step runs. Host and device each store the index of their current buffer, and each replay advances both.
+    previous step runs. Host and device each store the index of their current buffer, and each replay advances both
+    indices.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class DecodeGraphs:
         pool: Any,
         few_layers: Callable[[], AbstractContextManager] = nullcontext,
     ):
-        """buffer: int32 device memory for a batch
-        forward: runs the decode batch in `buffer`, without waiting for the device
-        pool: the memory pool of the graphs. The graphs of a rank can share a pool, because they run one after the other
-        few_layers: opens a context in which the model has just enough layers to compile all kernels
+        """buffer: int32 device memory for a batch.
+        forward: runs the decode batch in `buffer`, without waiting for the device.
+        pool: the memory pool of the graphs. The graphs of a rank run one by one, so they can share a pool.
+        few_layers: opens a context in which the model has just enough layers to compile all kernels.
         """
         from nanovllm.kernels import ops
 
@@ -185,9 +185,9 @@ class MixedGraphs:
         pool: Any,
         few_layers: Callable[[], AbstractContextManager] = nullcontext,
     ):
-        """run_model: returns the hidden states of a batch in `buffer`, and the sampler's input
-        sample: returns the first two fields of a `ForwardOutput`
-        pool, few_layers: see DecodeGraphs
+        """run_model: returns the hidden states of a batch in `buffer`, and the sampler's input.
+        sample: returns the first two fields of a `ForwardOutput`.
+        pool, few_layers: see DecodeGraphs.
         """
         self.shapes = shapes
         most: dict[int, int] = {}  # maximum number of sampled sequences, by tokens per row

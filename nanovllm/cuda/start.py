@@ -1,6 +1,6 @@
 """Starts a rank on CUDA: compiles kernels, measures memory and time, and captures graphs.
 
-A CUDAModelRunner that has loaded its model passes itself as `runner` to these functions.
+In these functions, `runner` is a CUDAModelRunner that has loaded its model.
 """
 
 import sys
@@ -71,8 +71,8 @@ def hash_compiler() -> None:
 def memory_left(runner: "CUDAModelRunner", memory_before: int) -> int:
     """Return how many bytes the cache may use.
 
-    The engine may use the fraction `gpu_memory_utilization` of the device's memory. The cache may use what the largest
-    step leaves of this share, but not more than is free.
+    The engine may use the fraction `gpu_memory_utilization` of the device's memory. The cache gets the part of this
+    memory that the largest step does not need, but at most the free memory.
     """
     config = runner.config
     peak = peak_of_largest_step(runner)
@@ -114,7 +114,7 @@ def largest_prefill(config: Config) -> ScheduledStep:
 
 
 def dummy_prefill(num_seqs: int, length: int, block_size: int, tokens_per_row: int = 1) -> ScheduledStep:
-    """Return a prefill step for warm-up and tests: `num_seqs` prompts of `length` tokens.
+    """Return a prefill step for warm-up and tests, with `num_seqs` prompts of `length` tokens.
 
     The prompts share no blocks.
     """
@@ -148,8 +148,8 @@ def milliseconds_per_token(runner: "CUDAModelRunner") -> float:
 def compile_kernels(runner: "CUDAModelRunner") -> None:
     """Compile the kernels of the captured steps and of the longest step in parallel. No kernel runs.
 
-    The kernels that a step needs may change when its number of tokens n, or n - 128, exceeds a power of two. Kernels
-    that are not compiled here are compiled at their first launch.
+    The kernels of a step with n tokens may change where n or n - 128 exceeds a power of two. Kernels that are not
+    compiled here are compiled at their first launch.
     """
     from nanovllm.kernels.launch.dependent_launch import compile_only
 

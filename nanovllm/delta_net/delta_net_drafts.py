@@ -1,10 +1,10 @@
 """Computes draft tokens in a layer with the gated delta rule.
 
 A state can't be rolled back, so unverified drafts never update it. A sequence's first token in a step is never a draft.
-The layer stores the state after this token, and computes the drafts from this state. For each draft, the layer stores
-the draft's inputs instead of a state. The inputs need about a hundredth of a state's memory. The next step processes
-the accepted drafts again to update the state. These plain definitions are meant for a CPU, because they read the number
-of accepted drafts on the host.
+The layer stores the state after that token, and computes the drafts from the stored state. For each draft, the layer
+stores the draft's inputs, which need about a hundredth of a state's memory. The next step processes the accepted drafts
+again to update the state. The functions in this file are meant for a CPU, because they read the number of accepted
+drafts on the host.
 """
 
 from typing import Any
@@ -27,10 +27,10 @@ from nanovllm.kernels import operation
 def delta_net_drafts(qkvz, ba, layer: GatedDeltaNet, states: State, rows, context_lens, out, count=None) -> None:
     """Compute `delta_net_step` for a token and k - 1 drafts of each of B sequences.
 
-    qkvz [B * k, channels + heads * value_dim]; ba [B * k, 2 heads]; out [B * k, heads * value_dim]
-    context_lens: [B * k], the position of each token plus 1. If the number is not larger than the previous token's
-    number, the token is a copy of the previous token.
-    count: [1] int32; if given, how many of the B * k tokens are not padding
+    qkvz [B * k, channels + heads * value_dim]; ba [B * k, 2 heads]; out [B * k, heads * value_dim].
+    context_lens: [B * k], the position of each token plus 1. If a token's value in `context_lens` does not exceed the
+    previous token's value, the token is a copy of the previous token.
+    count: [1] int32; if given, how many of the B * k tokens are not padding.
     """
     assert states.kept_drafts is not None
     (inputs, num_tokens), k = states.kept_drafts, len(qkvz) // len(rows)
@@ -51,7 +51,7 @@ def delta_net_drafts(qkvz, ba, layer: GatedDeltaNet, states: State, rows, contex
 
 
 def _replay(layer: GatedDeltaNet, states: State, rows: torch.Tensor, counts: torch.Tensor) -> None:
-    """Advance the state in row `rows[b]` of each sequence b by the first `counts[b]` of its stored drafts."""
+    """For each sequence b, advance the state in row `rows[b]` by the first `counts[b]` stored drafts."""
     some = counts.nonzero()[:, 0]
     if not len(some):
         return
@@ -68,7 +68,7 @@ def _replay(layer: GatedDeltaNet, states: State, rows: torch.Tensor, counts: tor
 
 
 def _advance(inputs: torch.Tensor, layer: GatedDeltaNet, states: State, rows: torch.Tensor) -> tuple[Any, ...]:
-    """Process `inputs` [B, T, channels + 2 heads], T tokens of B sequences, starting from the states in `rows` [B].
+    """Process T tokens of B sequences, starting from the states in `rows` [B]. `inputs` is [B, T, channels + 2 heads].
 
     Return the inputs of the convolution [B, conv_size - 1 + T, channels], the outputs [B, T, heads, value_dim], and the
     matrices after the last token.

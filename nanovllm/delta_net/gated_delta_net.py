@@ -1,7 +1,7 @@
 """The gated delta rule: a layer with a fixed-size state instead of attention (Yang et al. 2024, arXiv:2412.06464).
 
-Each head stores an associative memory: a matrix S [value_dim, key_dim]. For each token, S first decays. S k is the
-value that S returns for the token's key. S changes so that S k moves towards the token's value by the fraction beta.
+Each head stores an associative memory: a matrix S [value_dim, key_dim]. For each token, S first decays. The matrix S
+returns the value S k for the token's key k. S changes so that S k moves towards the token's value by the fraction beta.
 Finally, S is multiplied by the token's query:
 
     S = exp(log_decay) S;  S = S + beta (v - S k) k^T;  out = S q
@@ -116,9 +116,8 @@ class GatedDeltaNet(nn.Module):
     ):
         """Create the layer.
 
-        `weights` is a pair: the argument `weights` for each of two ScatteredColumnParallelLinear layers. The first
-        layer computes q, k, v and z, and the second layer computes b and a. `state_dtype` is the dtype of the stored
-        matrices.
+        `weights` contains the `weights` arguments of two ScatteredColumnParallelLinear layers. The first layer computes
+        q, k, v and z, and the second layer computes b and a. `state_dtype` is the dtype of the stored matrices.
         """
         super().__init__()
         tp = get_construction().tp
@@ -139,7 +138,7 @@ class GatedDeltaNet(nn.Module):
     def captures_chunks(self) -> bool:
         """Whether CUDA graphs can contain prefill chunks of this layer.
 
-        They can only if a kernel computes the chunks, because the plain definition reads lengths on the host.
+        Graphs need a kernel for chunks, because the plain definition reads lengths on the host.
         """
         return "delta_net_chunks" in ops_for(self.A_log.device)
 
@@ -177,7 +176,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def ranges_of_rank(sizes: tuple[int, ...], tp: TensorParallel) -> tuple[range, ...]:
-    """Return a rank's row ranges of a weight that concatenates layers with these `sizes`."""
+    """Return a rank's row ranges of a weight in which layers with these `sizes` are concatenated."""
     starts = (sum(sizes[:i]) for i in range(len(sizes)))
     return tuple(range(start, start + size)[tp.local_slice(size)] for start, size in zip(starts, sizes))
 
@@ -186,9 +185,9 @@ def ranges_of_rank(sizes: tuple[int, ...], tp: TensorParallel) -> tuple[range, .
 def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -> None:
     """Compute convolution, gates, delta rule and gated norm for one token of each of B sequences. Fill `out`.
 
-    qkvz [B, channels + heads * value_dim]; ba [B, 2 heads]; out [B, heads * value_dim]; layer: a GatedDeltaNet
+    qkvz [B, channels + heads * value_dim]; ba [B, 2 heads]; out [B, heads * value_dim]; layer: a GatedDeltaNet.
     rows: [B], the rows of the states to read and overwrite. Only padding may repeat a row.
-    count: [1] int32; if given, how many of the B sequences are not padding
+    count: [1] int32; if given, how many of the B sequences are not padding.
     """
     n = len(rows) if count is None else int(count)
     (windows, matrices), rows = states.tensors, rows[:n].long()

@@ -26,7 +26,7 @@ class HybridConfig:
     state_dtype: str = "float32"  # of the stored matrices
 
     def more_weights(self, queries: int, keys: int) -> float:
-        """Return how many weights an average layer has beyond plain attention and experts.
+        """Return the mean number of weights that a layer has in addition to plain attention and experts.
 
         The number is divided by the hidden size.
         """

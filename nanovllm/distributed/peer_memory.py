@@ -104,7 +104,7 @@ class PeerMemory:
 
 
 class PeerTensorParallel(Ranks):
-    """Ranks on GPUs that read each other's memory. The kernel that reads a sum also computes the sum."""
+    """Ranks on GPUs that read each other's memory. The kernel that reads a sum also adds the ranks' summands."""
 
     def __init__(self, peers: PeerMemory):
         super().__init__(peers.rank, peers.size)
@@ -131,7 +131,7 @@ class PeerTensorParallel(Ranks):
     ) -> torch.Tensor:
         """Return the concatenated results of `compute` on all ranks: [num_rows, ranks * width].
 
-        If sampling `params` are given, the other ranks' columns may be missing in rows without filters such as top-p.
+        If sampling `params` are given, rows without filters such as top-p may lack the columns of other ranks.
         """
         y = self.sum(compute, num_rows, width, dtype)
         return ops.gather_columns(y.parts[0], y.barrier, params)

@@ -44,7 +44,7 @@ def check_order_of_sums(config: Config) -> None:
 
 
 def _can_read_peers(device: torch.device, rank: int, size: int) -> bool:
-    """Return whether Triton is installed, and the ranks' GPUs (at consecutive indices) can read each other's memory."""
+    """Return True if Triton is installed and the ranks' GPUs (at consecutive indices) can read each other's memory."""
     indices = range(device.index - rank, device.index - rank + size)
     return importlib.util.find_spec("triton") is not None and all(
         torch.cuda.can_device_access_peer(a, b) for a in indices for b in indices if a != b

@@ -45,7 +45,7 @@ class StepChannel:
         return self._file.fileno(), self._free[reader], self._filled[reader]
 
     def send(self, shape: Any, words: np.ndarray, timeout: float) -> None:
-        """Send a batch's BatchShape and words, or another message, in which `shape` is any object that can be pickled.
+        """Send a batch's BatchShape and words. In other messages, `shape` is any object that can be pickled.
 
         Raises RuntimeError if a reader frees no buffer for `timeout` seconds. In that case, no reader gets the message.
         """

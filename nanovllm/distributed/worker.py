@@ -49,12 +49,12 @@ class Workers:
     """Rank 0's view of the other ranks, in the caller's process.
 
     A supervisor thread starts, watches and ends the processes, so an interrupt in the caller's thread can't leave this
-    work half done. If a rank ends, reports an error or does not start in time, the supervisor kills all ranks, stores
-    the reason in `failure`, and makes rank 0's device stop waiting. If the caller is killed, the ranks end by
-    themselves.
+    work half done. If a rank ends, reports an error or does not start in time, the supervisor kills all ranks. The
+    supervisor also stores the reason in `failure`, and makes rank 0's device stop waiting. If the caller is killed, the
+    ranks end by themselves.
 
-    The processes are plain subprocesses. With `multiprocessing`, each process would import the caller's script, and a
-    forked child of the caller would end the ranks' processes when the child exits.
+    The processes are plain subprocesses. With `multiprocessing`, each process would import the caller's script. Also, a
+    forked child of the caller would end the ranks' processes at its exit.
     """
 
     def __init__(self, config: Config):
@@ -118,7 +118,7 @@ class Workers:
         return runner.launch(batch, step)
 
     def send(self, message: Any, words: np.ndarray) -> None:
-        """Send a message and up to `largest_batch` words to all other ranks, where `message.receive` is called."""
+        """Send a message and up to `largest_batch` words to all other ranks, which call `message.receive`."""
         self.check()
         self._channel.send(message, words, STEP_TIMEOUT)
 

@@ -15,7 +15,10 @@ MAX_WAIT_SECONDS = 0.02  # short, because callers' commands wait meanwhile
 
 
 def hold(scheduler: "Scheduler", seq: Sequence) -> None:
-    """Hold a running or waiting sequence after its last step, until `release` finds its `awaited` Future done."""
+    """Hold a running or waiting sequence after its last step.
+
+    `release` ends the hold when the `awaited` Future is done.
+    """
     seq.is_paused, scheduler.held[seq] = True, None
     scheduler.waiting.discard(seq)  # if it was preempted while the step was in flight
 
@@ -38,7 +41,10 @@ def release(scheduler: "Scheduler") -> list[Sequence]:
 
 
 def outcome(future: Any) -> tuple[str, int | str | None] | None:
-    """Return why the sequence that awaits `future` must end, or None. An error in `future` ends only this sequence."""
+    """Return the reasons to end the sequence that awaits `future`, or None if the sequence continues.
+
+    An error in `future` ends only this sequence.
+    """
     if future.cancelled():
         return "abort", None
     if (error := future.exception()) is not None:
@@ -47,5 +53,5 @@ def outcome(future: Any) -> tuple[str, int | str | None] | None:
 
 
 def wait_for_one(scheduler: "Scheduler") -> None:
-    """When no step can be scheduled, wait briefly until a held sequence can continue."""
+    """Wait briefly until a held sequence can continue. Called when no step can be scheduled."""
     wait([seq.awaited for seq in scheduler.held], MAX_WAIT_SECONDS, FIRST_COMPLETED)

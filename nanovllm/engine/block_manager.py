@@ -11,7 +11,7 @@ from nanovllm.engine.sequence import Sequence, packed_ids
 class Block:
     """A block of the paged KV cache.
 
-    A block with a hash is in the prefix cache, where lookups also compare token ids.
+    A block with a hash is in the prefix cache. Cache lookups compare hashes and token ids.
     """
 
     __slots__ = ("block_id", "hash", "ref_count", "token_ids")
@@ -33,8 +33,8 @@ class BlockManager:
     """Allocates and frees cache blocks, each in constant time.
 
     A freed block keeps its contents until it is allocated again, so that a later sequence with the same prefix can
-    reuse it. Free blocks outside the prefix cache are allocated first, then cached blocks, the least recently freed
-    first.
+    reuse it. Free blocks that are not in the prefix cache are allocated first. Cached blocks follow, in the order in
+    which they were freed.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
@@ -65,7 +65,7 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """The number of sequences that can each get another block."""
+        """The number of sequences that could each get one more block."""
         return len(self.free_block_ids)
 
     @property
@@ -103,8 +103,8 @@ class BlockManager:
     def fork(self, seq: Sequence, other: Sequence) -> None:
         """Share the full blocks of `seq` with `other`, and add a block to `other`.
 
-        Both sequences have the same computed tokens. If the last block of `seq` is not full, the next step begins by
-        copying this block into the block that was added to `other`.
+        Both sequences have the same computed tokens. If the last block of `seq` is not full, the next step first copies
+        its contents into the block added to `other`.
         """
         num_full = seq.num_computed_tokens // self.block_size
         other.block_table = seq.block_table[:num_full]
@@ -120,19 +120,20 @@ class BlockManager:
         return len(seq.block_table) * self.block_size < num_tokens
 
     def can_append(self, seq: Sequence) -> bool:
-        """Return whether the blocks of `seq` can store its last token, or whether another block is free."""
+        """Return whether the last token of `seq` can be stored, in the blocks of `seq` or in a free block."""
         return not self.needs_block(seq, seq.num_tokens) or self.num_free > 0
 
     def may_append(self, seq: Sequence, num_tokens: int | None = None) -> None:
-        """Add a block to `seq` if its blocks can't hold `num_tokens` tokens (by default, `seq.num_tokens`)."""
+        """Add a block to `seq` if `num_tokens` tokens (by default, `seq.num_tokens`) need another block."""
         if self.needs_block(seq, num_tokens or seq.num_tokens):
             seq.block_table.append(self._allocate_block())
 
     def hash_blocks(self, seq: Sequence, num_tokens: int | None = None) -> None:
         """Put the full blocks of `seq`, or of its first `num_tokens` tokens, into the prefix cache.
 
-        A prompt's blocks enter the cache when the step that computes them is scheduled, so that other sequences of this
-        step can share them. Sharing is safe, because each layer stores a step's keys and values before it attends.
+        A prompt's blocks enter the cache when their computation is scheduled, so that other sequences in the same step
+        can share the blocks. Sharing is safe, because each layer stores a step's keys and values before computing
+        attention.
         """
         if not self.enable_prefix_caching:
             return
@@ -157,7 +158,7 @@ class BlockManager:
         return copies
 
     def end_of_chunk(self, seq: Sequence, end: int) -> int:
-        """Return where a chunk must end: at `end`, or earlier if layers keep a state or have a window."""
+        """Return where a chunk ends, which is earlier than `end` only if layers keep a state or have a window."""
         return end
 
     def state_row(self, seq: Sequence) -> int:
@@ -186,7 +187,10 @@ class BlockManager:
             block.hash = -1
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
-        """Return the ids of the cached blocks with which `seq` begins. At least one token is left to compute."""
+        """Return the ids of the cached blocks with which `seq` begins.
+
+        The block of the last token is never included, so that a token is left to compute.
+        """
         block_ids: list[int] = []
         if not self.enable_prefix_caching or seq.skips_prefix_hits:
             return block_ids

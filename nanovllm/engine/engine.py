@@ -1,4 +1,4 @@
-"""The engine loop: schedules a step, launches it, and processes the result of this step or of the previous one."""
+"""The engine loop: schedules a step, launches it, and processes the result of that step or of the previous step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ class UnavailableError(RuntimeError):
 
 
 class Engine:
-    """Owns the scheduler, model runner, ranks and output processor. An `EngineThread` runs its steps."""
+    """Owns the scheduler, model runner, ranks and output processor. An `EngineThread` runs the engine's steps."""
 
     model_runner: ModelRunner | None = None  # None before the model is loaded, and after `exit`
     scheduler: Scheduler

@@ -26,7 +26,7 @@ class EngineThread:
     steps, and sleeps otherwise.
 
     Signal handlers and finalizers may call `submit`, `abort`, `discard` and `exit` at any moment. These calls can't
-    deadlock, because the queues have no lock that the interrupted code might hold.
+    deadlock, because the interrupted code never holds a lock of the queues.
     """
 
     def __init__(self, engine: Engine):
@@ -75,7 +75,7 @@ class EngineThread:
         return self._is_closing or not (collector in self.queued() or collector.live or collector.is_ready)
 
     def queued(self) -> list[Any]:
-        """Return the waiter of each queued command. The waiter of submitted requests is their collector."""
+        """Return the waiter of each queued command. For submitted requests, the waiter is the collector."""
         return [waiter for _, waiter in [*self._commands]]
 
     def take(self, collector: OutputCollector) -> StepOutput:
@@ -102,7 +102,7 @@ class EngineThread:
         return value
 
     def watch(self, collector: OutputCollector) -> None:
-        """Make `collector` fail when a rank is lost, even without requests. Only a weak reference is kept."""
+        """Make `collector` fail when a rank is lost, even if it has no requests. Keep only a weak reference."""
         self._watchers = [watcher for watcher in self._watchers if watcher() is not None] + [ref(collector)]
         self._post(self.engine.check_open, collector)  # a rank may be lost already
 
@@ -129,8 +129,8 @@ class EngineThread:
     def exit(self) -> None:
         """Drop all requests, free the device's memory, and end the thread. Waiting callers get a RuntimeError.
 
-        If a finalizer calls this method in the engine thread or in the ranks' supervisor, the method returns
-        immediately, and the thread ends after the step. In a forked child, the method does nothing.
+        In the engine thread or the ranks' supervisor, where a finalizer may run, this method returns immediately. The
+        engine thread then ends after its current step. In a forked child, the method does nothing.
         """
         if os.getpid() != self._pid:
             return
@@ -153,7 +153,7 @@ class EngineThread:
     # -- for this thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Until the engine closes, repeat: execute queued commands, then run a step, or sleep if no step is wanted."""
+        """Loop until the engine closes: execute queued commands, then run a step. If no step is wanted, sleep."""
         try:
             while not self._is_closing:
                 try:

@@ -49,10 +49,11 @@ class StepFeature:
 
     @classmethod
     def prepare(cls, step: ScheduledStep) -> Arrays | None:
-        """Return a step's int32 arrays (or lists of arrays of equal length), or None if the feature needs no arrays.
+        """Return a dict of int32 arrays for a step, or None if the feature needs no arrays.
 
-        Each rank creates its instance of a feature when the feature's first arrays arrive. A feature that edits logits
-        must therefore return a dict, even an empty dict, for each step with new sequences.
+        A value may also be a list of arrays of equal length. Each rank creates its instance of a feature when the
+        feature's first arrays arrive. A feature that edits logits must therefore return a dict (possibly empty) for
+        each step with new sequences.
         """
         return {} if step.new_seqs and cls.edit_logits is not StepFeature.edit_logits else None
 
@@ -70,32 +71,34 @@ class StepFeature:
     def edit_logits(self, logits: Any, rows: Any) -> None:
         """Edit logits [S, vocabulary] in place. `rows` is a `layers.sampler.SamplingRows`.
 
-        CUDA graphs contain this method, so it must not wait for the device, and it runs even if no request needs it.
+        CUDA graphs contain this method, so it must not wait for the device. The method also runs when no request needs
+        it.
         """
 
     def after_forward(self, arrays: Arrays, output: Any) -> Any:
         """Compute the feature's results from a ForwardOutput and the arrays from `prepare`, outside CUDA graphs.
 
-        Every rank calls this method if `prepare` returned arrays. Return None or an object with a method
-        `result(step)`, which rank 0 calls when the device has finished the step.
+        Every rank calls this method if `prepare` returned arrays. Return None, or an object with a method
+        `result(step)`. Rank 0 calls `result` when the device has finished the step.
         """
 
     @classmethod
     def after_step(cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: Any) -> None:
         """Inspect the new tokens, and add the sequences that must end to `ends`.
 
-        `arrived` maps the index of a new token in `StepResult.token_ids` to the token's sequence, if the sequence is
-        watched and had not ended before. Unless the sequence pauses after each token, the new token is also the last
-        element of `seq.token_ids`. `result` is the return value of `result(step)`, or None (see `after_forward`).
+        `arrived` maps the index of each new token in `StepResult.token_ids` to the token's sequence. Sequences that are
+        not watched or have already ended are left out. The new token is also the last element of `seq.token_ids`,
+        unless the sequence pauses after each token. `result` is the return value of `result(step)`, or None (see
+        `after_forward`).
 
-        A feature does long work in another thread, and stores the work's Future in `seq.awaited`. The result of the
-        Future is a value of `Ends`, or None if the sequence continues. A sequence with `awaited` must also have
+        A feature does long work in another thread, and stores the Future of the work in `seq.awaited`. The Future's
+        result is a value of `Ends`, or None if the sequence continues. A sequence with `awaited` must also have
         `waits_for_token`, and is held until the Future is done.
         """
 
     @classmethod
     def forget(cls, seq: Sequence) -> None:
-        """Free what the feature stores for an ended sequence, even if the sequence object still exists."""
+        """Free the feature's data for an ended sequence, even if the sequence object still exists."""
 
 
 _class_of = cache(resolve_name)  # cached, because every step with features needs it

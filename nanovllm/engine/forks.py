@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def start_others(scheduler: "Scheduler", seq: Sequence, step: ScheduledStep) -> None:
-    """Start as many of the prompt's other answers as fit. Sample their first tokens from the row of `seq`."""
+    """Start as many of the prompt's other answers as fit. Sample the answers' first tokens from the row of `seq`."""
     num_spare = len(scheduler.running) - 1  # a block for each other sequence, as in `Scheduler._admit`
     for other in seq.group:
         if other.status is not SequenceStatus.WAITING or other.has_sampled:
@@ -65,7 +65,10 @@ def resume(scheduler: "Scheduler", seq: Sequence, token_id: int) -> None:
 
 
 def preempt_paused(scheduler: "Scheduler", step: ScheduledStep) -> None:
-    """If the step is empty, preempt paused beams until a waiting sequence fits, which may be another beam."""
+    """If the step is empty, preempt paused beams until a waiting sequence fits.
+
+    The waiting sequence may itself be a beam.
+    """
     paused = [seq for seq in scheduler.running.values() if seq.is_paused and seq not in scheduler.held]
     while paused and scheduler.waiting and not step.chunks:
         scheduler.preempt(paused.pop())

@@ -35,12 +35,12 @@ PROGRESS_SECONDS = 0.1  # between updates of a progress bar
 class LLMEngine:
     """Generates answers to many requests at the same time.
 
-    `generate` returns complete answers, and `stream` yields pieces of them as they arrive. Callers that run the loop
-    themselves use `add_request`, `step`, `abort` and `is_finished`. All methods are thread-safe, and each caller gets
-    only the outputs of its requests. A background thread runs the steps.
+    `generate` returns complete answers, and `stream` yields pieces of answers as they arrive. Callers that run the
+    engine loop themselves use `add_request`, `step`, `abort` and `is_finished`. All methods are thread-safe, and each
+    caller gets only the outputs of its requests. A background thread runs the steps.
 
     If a step fails, all requests are dropped, and every waiting caller gets a RuntimeError whose `__cause__` is the
-    step's error. After a failed step, an engine with one rank stays usable, and an engine with several ranks is closed.
+    step's error. After a failed step, an engine with one rank stays usable, but an engine with several ranks is closed.
     If another rank has failed, the error names that rank.
 
     An engine is a context manager. `exit` frees its memory. `startup_seconds` contains the time of each startup phase.
@@ -91,7 +91,7 @@ class LLMEngine:
         A prompt is a string, a list of token ids, a dict with `prompt` or `prompt_token_ids`, or a conversation.
         `sampling_params` is one object for all prompts or a list with one object per prompt. None selects the
         parameters that the model recommends. `priority` contains one integer per prompt: see `add_request`.
-        `lora_request` is one adapter for all prompts, or a list with an adapter or None per prompt.
+        `lora_request` is one adapter for all prompts, or a list with one entry (an adapter or None) per prompt.
 
         If a prompt is invalid, `generate` raises ValueError or TypeError, as `add_request` does, and queues no prompt.
         Ctrl-C drops the requests of this call. `use_tqdm` shows a progress bar on a terminal or in a notebook.
@@ -146,9 +146,9 @@ class LLMEngine:
         With `scheduling_policy="priority"`, the request with the lowest `priority` is served first. With "fcfs",
         `priority` must be 0.
 
-        Raises ValueError if the prompt is empty, is not shorter than `max_model_len`, or contains a token id outside
-        the vocabulary. Raises TypeError for anything that is not a prompt. Errors of a custom scheduling policy
-        propagate. Also raises the errors of `lora.adapter_files.read_adapter`. After an error, nothing is queued.
+        Raises ValueError if the prompt is empty, has `max_model_len` tokens or more, or contains a token id outside the
+        vocabulary. Raises TypeError for anything that is not a prompt. Errors of a custom scheduling policy propagate.
+        Also raises the errors of `lora.adapter_files.read_adapter`. After an error, nothing is queued.
         """
         self.engine_thread.check_open()
         request = self.input_processor.request(prompt, sampling_params, OutputKind.TOKENS, priority=priority)
@@ -166,10 +166,10 @@ class LLMEngine:
         self.engine_thread.abort(check_int("request_id", request_id, low=0, high=num_requests - 1))
 
     def step(self) -> StepOutput:
-        """Return the new outputs of the calling thread's requests. If there are no new outputs, run a step first.
+        """Return the new outputs of the calling thread's requests. If the thread has no new outputs, run a step first.
 
-        A thread that has added no request, such as the loop of a server, gets the outputs of all threads that do not
-        call `step` themselves. Ctrl-C drops no request.
+        A thread that has added no request, such as a server's loop, gets the outputs of all threads that never call
+        `step`. Ctrl-C drops no request.
         """
         return self._step_callers.step()
 
@@ -197,14 +197,16 @@ class LLMEngine:
     def stats(self) -> dict[str, Any]:
         """Return counts since the start, and the current state.
 
-        `requests`: the numbers of waiting and running sequences, where each of the `n` answers to a prompt is a
-        sequence. `blocks`: the numbers of used, cached and free blocks. A cached block is a free block that the prefix
-        cache still contains. `block_groups`: the blocks that each group of layers uses, if there are several groups.
+        `requests`: the numbers of waiting and running sequences. Each of the `n` answers to a prompt counts as a
+        sequence.
+        `blocks`: the numbers of used, cached and free blocks. A cached block is a free block that the prefix cache
+        still contains.
+        `block_groups`: the blocks that each group of layers uses, if there are several groups.
         `prefix_hit_rate`: the fraction of prompt tokens that were found in the prefix cache.
         `tiers`, with `swap_space`: `device_hits` and `host_hits` are the numbers of prompt tokens that were found in
-        the device's cache and in host memory. `loaded_blocks` is the number of blocks that were copied back from host
-        memory, and `lost_copies` is the number of failed copies. With `swap_dir`, `disk_blocks` is the number of blocks
-        that were read from files.
+        the device's cache and in host memory, respectively. `loaded_blocks` is the number of blocks that were copied
+        back from host memory, and `lost_copies` is the number of failed copies. With `swap_dir`, `disk_blocks` is the
+        number of blocks that were read from files.
         `preemptions`: how often a sequence was preempted.
         `tokens`: the numbers of prompt tokens (`in`) and generated tokens (`out`).
         `steps`: the numbers of `prefill` steps (chunks of prompts), `decode` steps and `mixed` steps (both).
@@ -231,7 +233,7 @@ class LLMEngine:
 
 
 class Stopwatch:
-    """Times consecutive phases. `part_done(name)` ends a phase, and stores its duration in `seconds[name]`."""
+    """Times consecutive phases. `part_done(name)` ends a phase, and stores the phase's duration in `seconds[name]`."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}

@@ -37,7 +37,7 @@ MIN_MIXED_TOKENS = 64  # the least `max_num_mixed_tokens`, even on a slow device
 class ModelRunner:
     """Loads the model, owns the KV cache, and runs one step at a time. The host provides each step's tokens.
 
-    Subclasses overlap steps or run them on several ranks. runners.py chooses the class.
+    Subclasses overlap consecutive steps, or run steps on several ranks. runners.py chooses the class.
     """
 
     budget_name = "the budget on a CPU is"  # for error messages about the cache size
@@ -103,7 +103,7 @@ class ModelRunner:
         return self.cache_budget()
 
     def cache_budget(self) -> int:
-        """Estimate what `warmup_model` will return."""
+        """Estimate the result of `warmup_model`."""
         return CPU_KV_CACHE_BYTES
 
     def time_per_token(self) -> float:
@@ -111,7 +111,7 @@ class ModelRunner:
         return self.milliseconds_per_token
 
     def capture_cudagraph(self) -> None:
-        """Capture steps in CUDA graphs. Only CUDA overrides this."""
+        """Capture steps in CUDA graphs. Only the CUDA runner overrides this method."""
 
     def on_device(self) -> AbstractContextManager:
         """Suspend the caller's autocast, because it would change dtypes. On CUDA, also make the device current."""
@@ -173,7 +173,7 @@ class ModelRunner:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Set the context of a step with prompts. Return the step's token ids and positions, each [T] int32.
 
-        The first `num_decodes` rows decode. A Sequence is first converted by `ScheduledSequence.of`.
+        The first `num_decodes` rows decode. A row that is a Sequence is converted by `ScheduledSequence.of`.
         """
         rows = [x if isinstance(x, ScheduledSequence) else ScheduledSequence.of(x) for x in rows]
         block_size = self.config.kvcache_block_size
@@ -224,7 +224,7 @@ class ModelRunner:
         return self.int_tensor([seq.block_table + [0] * (width - len(seq.block_table)) for seq in seqs])
 
     def prepare_state_rows(self, step: ScheduledStep) -> torch.Tensor:
-        """Return the indices of the states that each row reads and writes: [2, B] int32."""
+        """Return [2, B] int32: for each row, the index of the state to read and the index of the state to write."""
         written = [seq.req_index for seq, _, _ in step.rows]
         return self.int_tensor([written[: step.num_decodes] + step.state_rows, written])
 
@@ -265,7 +265,7 @@ class ModelRunner:
         return logit_cutoffs(logits, rows)
 
     def sampling_rows(self, x: SamplerInput) -> SamplingRows:
-        """Return the data of the sampled rows that features and filters read."""
+        """Return the data about sampled rows that features and filters need."""
         params, scratch = self.int_tensor(params_rows(self._sampled_seqs)), torch.zeros_like(x.req_indices)
         return SamplingRows(params, x.req_indices, x.positions, x.block_tables, self._cached_token_ids, scratch)
 
@@ -342,7 +342,7 @@ class ModelRunner:
         """Replace layers with fused forms. Subclasses may override this."""
 
     def allocate_kv_cache(self, num_blocks: int, num_layers: int | None = None) -> None:
-        """Allocate the cache tensors of each group of layers, and assign each layer a part of these tensors.
+        """Allocate the cache tensors of each group of layers, and assign each layer its part.
 
         With `num_layers=1`, all layers of a group share one part, for steps whose results do not matter.
         """

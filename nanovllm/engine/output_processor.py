@@ -20,7 +20,10 @@ class OutputProcessor:
 
     @property
     def serves_one_batch(self) -> bool:
-        """Whether the only caller waits for complete answers, so that only the time of the last answer matters."""
+        """Whether there is just one caller, and that caller waits for complete answers.
+
+        In that case, only the time of the last answer matters.
+        """
         return [collector.kind for collector in self.collectors] == [OutputKind.FINAL_ONLY]
 
     def add(self, requests: Collection[Request]) -> None:

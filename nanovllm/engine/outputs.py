@@ -58,8 +58,8 @@ class CompletionOutput(Record):
     token_ids: the generated tokens, including the end-of-sequence or stop id that ended the answer.
     cumulative_logprob: the sum of the log-probabilities of `token_ids`; None unless the request sets `logprobs`.
     logprobs: for each token, a dict that maps token ids to Logprobs. The generated token comes first, then the most
-        likely tokens. None unless the request sets `logprobs`.
-    finish_reason: "stop", "length" or "abort", or "error" if `structured_outputs` allows no next token.
+        likely tokens. This field is None if the request does not set `logprobs`.
+    finish_reason: one of "stop", "length", "abort" and "error" (if `structured_outputs` allows no next token).
     stop_reason: the stop string or id that ended the answer, or the message of an "error". `stop_reason` is None for
         "length", for "abort", and if the tokenizer's end-of-sequence id ended the answer. Other end-of-sequence ids of
         the model are reported as `stop_reason`.
@@ -76,10 +76,10 @@ class CompletionOutput(Record):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestMetrics(Record):
-    """The times of a request's events, in seconds since the epoch. An event prevented by an abort has the time None.
+    """The times of a request's events, in seconds since the epoch.
 
-    If the request has several answers, `finished_time` is the latest of the answers' times, and every other field is
-    the earliest of the answers' times.
+    If an abort prevented an event, the event's time is None. For several answers, `finished_time` is the time of the
+    last answer, and every other field is the earliest time of any answer.
     """
 
     arrival_time: float
@@ -152,12 +152,12 @@ class StepOutput:
     """The new outputs for one caller from one or more steps.
 
     A StepOutput unpacks into a pair, as in `outputs, num_tokens = llm.step()`. `outputs` contains a pair (request id,
-    token ids) for each ended request. `num_tokens` is the number of computed prompt tokens or, if there are none, minus
-    the number of decoded tokens.
+    token ids) for each ended request. `num_tokens` is the number of computed prompt tokens. If no prompt tokens were
+    computed, `num_tokens` is the number of decoded tokens, negated.
 
     finished: the outputs of the requests that ended.
-    new_tokens: (request id, token id) for every new token, in the order of arrival. Empty unless the caller uses
-        `step`.
+    new_tokens: (request id, token id) for every new token, in the order of arrival. Only callers that use `step` get
+        `new_tokens`.
     events: a `stream_event.StreamEvent` for each new piece of an answer, if the caller uses `stream`.
     num_prefill_tokens, num_decode_tokens: how many tokens these steps computed, for all callers together.
     """
@@ -223,7 +223,7 @@ class OutputCollector:
         self._ended.add(request_id)
 
     def put(self, num_prefill_tokens: int = 0, num_decode_tokens: int = 0) -> None:
-        """Make the outputs of a step available to the caller. Without outputs, only add up the token counts."""
+        """Make the outputs of a step available to the caller. If there are no outputs, only update the token counts."""
         new = self.new
         new.num_prefill_tokens += num_prefill_tokens
         new.num_decode_tokens += num_decode_tokens
@@ -234,7 +234,7 @@ class OutputCollector:
         self._ended.clear()
 
     def flush(self) -> None:
-        """Make the outputs so far available to the caller, even if there are none."""
+        """Make the outputs so far available to the caller. Wake the caller even if there are no outputs."""
         output, self.new = self.new, StepOutput()
         self._last_flush = perf_counter()
         self._outputs.put(output)

@@ -1,4 +1,4 @@
-"""Further scheduling policies: `Priority`, and a wrapper that checks the keys of a user's policy."""
+"""The scheduling policy `Priority`, and a wrapper that checks the keys of a user's policy."""
 
 from contextlib import suppress
 from pkgutil import resolve_name

@@ -31,13 +31,13 @@ class ScheduledStep:
 
     decodes: the rows of the sequences that decode. With drafts, `end` is an upper bound.
     new_blocks: the blocks allocated to decode rows: (index into `decodes`, column in the block table, block id).
-    chunks: the rows that compute part or all of a prompt. After a preemption, they also recompute generated tokens.
+    chunks: the rows that compute part or all of a prompt. After a preemption, chunks also recompute generated tokens.
     state_rows: for each chunk, the index of the initial state that layers with a state read (cache/state.py).
     sampled_seqs: the sequences that get a token from this step, decoding sequences first.
-    sampled_rows: the row to sample from for each sequence in `sampled_seqs`. Rows are in ascending order. Answers to a
-        prompt that are admitted together share a row.
-    feature_names: the features that have work to do on the host in this step.
-    copies: (source, target) for each cache block or state that is copied before the step stores keys and values.
+    sampled_rows: the row to sample from for each sequence in `sampled_seqs`. Rows are in ascending order. Answers to
+        one prompt share a row if they are admitted together.
+    feature_names: the features that must do work on the host in this step.
+    copies: (source, target) for each cache block or state to copy before the step stores keys and values.
     tokens_per_row: the number of tokens in every decode row, which is the maximum of `num_reserved`, and at least 1.
     scheduled_at: the value of `time.perf_counter` when scheduling began.
     """
@@ -76,7 +76,7 @@ class ScheduledStep:
 
     @property
     def new_seqs(self) -> list[Sequence]:
-        """The sequences that get their first token after admission from this step."""
+        """The sequences whose first token since their admission is sampled in this step."""
         return self.sampled_seqs[self.num_decodes :]
 
     @property
@@ -110,9 +110,10 @@ class ScheduledStep:
 class StepResult(NamedTuple):
     """The result of a step, after it was copied to the host.
 
-    token_ids: `tokens_per_row` ids for each sequence in the step's `sampled_seqs`.
+    token_ids: for each sequence in the step's `sampled_seqs`, `tokens_per_row` ids.
     feature_results: the results of features, by feature name.
-    counts: for each sequence, how many of the sequence's ids in `token_ids` are valid. None means one.
+    counts: for each sequence, how many of the sequence's ids in `token_ids` are valid. If `counts` is None, each
+        sequence has one valid id.
     """
 
     token_ids: list[int]

@@ -25,13 +25,12 @@ class Scheduler:
 
     A mixed step decodes one token for each running sequence, and computes chunks of prompts. Prompts are computed in
     the order of `Sequence.order`, as far as the step's TokenBudget allows. A full engine admits new sequences in groups
-    (see AdmissionPause). `schedule` may be called once more before the tokens of the previous step have arrived. This
-    early call leaves out the sequences that must wait for their tokens. The row of a sequence includes its drafts, if
-    any.
+    (see AdmissionPause). `schedule` may be called before the tokens of the previous step have arrived. Such a call
+    leaves out the sequences that must wait for their tokens. The row of a sequence includes its drafts, if any.
 
-    The answers to one prompt (`Sequence.group`) are queued together. The first answer is admitted when there is room
-    for all answers, or when nothing else runs. Answers that fit share the computed prompt, and the remaining answers
-    later find the prompt in the prefix cache.
+    The answers to one prompt (`Sequence.group`) are queued together. The first answer is admitted when all answers fit,
+    or when nothing else runs. Answers that fit share the computed prompt. The remaining answers later find the prompt
+    in the prefix cache.
     """
 
     make_queue: Callable[[], WaitingQueue] = WaitingQueue  # lora/ replaces it
@@ -107,7 +106,7 @@ class Scheduler:
         return step
 
     def _decodes_soon(self, step: ScheduledStep) -> bool:
-        """Whether this step decodes, or the next step can decode after a token in flight has arrived."""
+        """Whether this step decodes, or the next step can decode once a token in flight has arrived."""
         return bool(step.num_decodes) or any(seq.waits_for_token and not seq.is_paused for seq in self.running.values())
 
     def _schedule_decodes(self, step: ScheduledStep) -> None:
@@ -128,8 +127,8 @@ class Scheduler:
     def _ready(self) -> list[ScheduledSequence]:
         """Return a row for each running sequence that can decode.
 
-        Rows with long contexts come first, so that attention ends with short rows, which balance the load. Sequences of
-        equal length stay in the order in which they began to decode.
+        Rows with long contexts come first. The short rows at the end balance the load of attention. Sequences of equal
+        length stay in the order in which they began to decode.
         """
         ready = [
             seq for seq in self.running.values() if seq.num_tokens < seq.token_limit and not seq.pauses_after_token
@@ -145,7 +144,7 @@ class Scheduler:
         return [i for i, (seq, _, end) in enumerate(rows) if needs_block(seq, end)]
 
     def schedule_chunks(self, step: ScheduledStep, is_mixed: bool = False) -> None:
-        """Schedule chunks of prompts in order. The prompts are partly computed or newly admitted."""
+        """Schedule chunks of partly computed prompts and of newly admitted prompts, in order."""
         budget = self.budget
         if is_mixed:
             seqs = (*self.prefilling.values(), *islice(self.waiting, MAX_COUNTED_PROMPTS))
@@ -179,7 +178,7 @@ class Scheduler:
         return self.block_manager.end_of_chunk(seq, end)
 
     def spend(self, budget: TokenBudget, seq: Sequence, end: int) -> TokenBudget:
-        """Return what is left of `budget` after a chunk of `seq` that ends at `end`."""
+        """Return the rest of `budget` after a chunk of `seq` that ends at `end`."""
         return budget.minus(seq.num_computed_tokens, end)
 
     def _schedule_chunk(self, seq: Sequence, end: int, step: ScheduledStep) -> None:
@@ -260,7 +259,8 @@ class Scheduler:
     def append_tokens(self, seqs: list[Sequence], token_ids: list[int]) -> tuple[dict[int, Sequence], Ends]:
         """Append each token to its sequence, unless the sequence has ended or has `pauses_after_token` set.
 
-        Return a dict that maps indices into `token_ids` to watched sequences, and the sequences that must end.
+        Return (arrived, ends). `arrived` maps indices in `token_ids` to watched sequences. `ends` contains the
+        sequences that must end.
         """
         arrived, ends, num_late = dict[int, Sequence](), Ends(), 0
         block_size = self.block_manager.block_size
@@ -301,8 +301,8 @@ class Scheduler:
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence, whatever its state. Only this method ends sequences.
 
-        A step in flight might still write to the sequence's blocks. Freeing the blocks is still safe, because the
-        device runs steps in order, and the next owner of the blocks writes later.
+        A step in flight might still write to the sequence's blocks. Freeing the blocks is still safe: the device runs
+        steps in order, so the next owner of the blocks writes later.
         """
         self.waiting.discard(seq)
         self.held.pop(seq, None)

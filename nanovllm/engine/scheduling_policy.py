@@ -25,9 +25,9 @@ class SchedulingPolicy:
     def priority_key(self, seq: Sequence) -> Any:
         """Return the key of `seq`: a number, or anything that can be compared with the keys of other sequences.
 
-        The thread that adds a request calls this method once, for the request's first sequence. Errors are raised in
-        that thread. Useful attributes of `seq` are `num_prompt_tokens`, `max_num_tokens` (for prompt and output
-        together), `priority`, `params`, and `arrival`, which is a value of `time.perf_counter`.
+        The thread that adds a request calls this method once, for the request's first sequence, and receives any error.
+        Useful attributes of `seq` are `num_prompt_tokens`, `max_num_tokens` (for prompt and output together),
+        `priority`, `params`, and `arrival`, which is a value of `time.perf_counter`.
         """
         raise NotImplementedError(f"{type(self).__name__}: must define a method `priority_key`")
 
@@ -73,8 +73,8 @@ class AdmissionPause:
     """Admits sequences in groups once the engine is full.
 
     If each ended sequence were replaced immediately, most steps would be mixed. Mixed steps delay the running
-    sequences. When a sequence does not fit, admission therefore pauses until a sixteenth of the running sequences have
-    ended or MAX_STEPS_WITHOUT_ADMISSION steps have passed.
+    sequences. When a sequence does not fit, admission therefore pauses. Admission resumes when a sixteenth of the
+    running sequences have ended, or after MAX_STEPS_WITHOUT_ADMISSION steps.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class AdmissionPause:
 
 
 class TokenBudget(NamedTuple):
-    """Limits a step to `num_tokens` prompt tokens, or to fewer tokens if they follow a long context.
+    """Limits a step to `num_tokens` prompt tokens, or to fewer tokens if their context is long.
 
     A token that follows a context of `context_of_equal_cost` tokens counts twice, because attention then costs as much
     as all other work for the token.
@@ -115,24 +115,24 @@ class TokenBudget(NamedTuple):
         """Return the budget for the prompts of a step that decodes `num_decodes` tokens.
 
         `num_left` is the number of waiting prompt tokens. Short steps keep inter-token latency low, and long steps
-        shorten the queue. The size of a step is therefore `num_left / 4` tokens, but at least half and at most all of
-        `self.num_tokens`. Prompts always get at least a quarter of `self.num_tokens`.
+        shorten the queue. A step therefore has `num_left / 4` tokens, but not fewer than `num_tokens / 2` and not more
+        than `num_tokens`. Prompts always get at least `num_tokens / 4`.
         """
         num_tokens = min(self.num_tokens, max(self.num_tokens // 2, num_left // 4))
         return self._replace(num_tokens=max(1, num_tokens - num_decodes, self.num_tokens // 4))
 
     def cost(self, start: int, end: int) -> float:
-        """Return the cost of the tokens `start:end` of a sequence, in units of `num_tokens`."""
+        """Return the cost of the tokens `start:end` of a sequence, to be compared with `num_tokens`."""
         return (end - start) * (1 + (start + end) / 2 / self.context_of_equal_cost)
 
     def minus(self, start: int, end: int) -> "TokenBudget":
         return self._replace(num_tokens=self.num_tokens - self.cost(start, end))
 
     def chunk_end(self, start: int, end: int, others_wait: bool) -> int:
-        """Return where the next prefill chunk ends, given that the prompt tokens `start:end` remain.
+        """Return the end of the next prefill chunk. The prompt tokens `start:end` remain to be computed.
 
-        If the budget is too small for these tokens, the chunk uses the whole budget. If other prompts wait, the chunk
-        uses half of the budget, so that short prompts are computed in the same steps as a long prompt. A chunk contains
+        If the budget is too small for all remaining tokens, the chunk uses the whole budget. If other prompts wait, the
+        chunk uses half of the budget, so that the steps of a long prompt also compute short prompts. A chunk contains
         at least one token.
         """
         if self.cost(start, end) <= self.num_tokens:

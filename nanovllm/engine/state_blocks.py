@@ -8,12 +8,12 @@ from nanovllm.engine.sequence import Sequence
 
 
 class StateRows:
-    """Tracks which rows of states no running sequence uses. The Scheduler's `free_req_indices` is a StateRows.
+    """Tracks the rows of states that no running sequence uses. The Scheduler's `free_req_indices` is a StateRows.
 
-    The state of a running sequence is in the row of its request index, below `num_indices`. The rows of request indices
-    are followed by a row for padding, a row of zeros (every sequence's initial state), and rows for snapshots. The row
-    of an unused request index may store a snapshot. If a sequence needs a request index, and all unused indices store
-    snapshots, the snapshot that was found least recently is dropped.
+    A running sequence's state is in the row of its request index, which is below `num_indices`. The rows of request
+    indices are followed by a row for padding, a row of zeros (every sequence's initial state), and rows for snapshots.
+    The row of an unused request index may store a snapshot. If a sequence needs a request index, and the rows of all
+    unused indices store snapshots, the least recently found snapshot is dropped.
     """
 
     def __init__(self, num_indices: int, num_states: int, drop_snapshot: Callable[[int, int], None]):
@@ -50,7 +50,7 @@ class StateRows:
             self._drop_snapshot(block_id, row)
 
     def _least_recent_index(self) -> int | None:
-        """Return the block id of the snapshot whose row becomes the next request index, or None if there is none."""
+        """Return the block id of the least recently found snapshot in the row of a request index, or None."""
         rows = self.snapshots.items()
         return next((i for i, row in rows if row < self.num_indices and row not in self.being_read), None)
 
@@ -60,15 +60,15 @@ class StateBlockManager(BlockManager):
 
     In `copies`, row `r` of the states has id `num_blocks + r`.
 
-    The state at the end of a prompt's last full block is stored as a snapshot. If there is no snapshot at the end of
-    the prompt's cached blocks, a second snapshot is stored there, because this prompt is the second one to use these
-    blocks. A chunk ends at each snapshot, so a snapshot costs a copy of the state and an additional step. The next step
-    makes the copy, and later steps can find the snapshot. If no row is free, the least recently found snapshot is
-    dropped. If a block is evicted, the snapshot at its end is dropped as well.
+    The state at the end of a prompt's last full block is stored as a snapshot. A second snapshot is stored at the end
+    of the prompt's cached blocks if there is none, because this prompt is already the second to use these blocks. A
+    chunk ends at each snapshot, so a snapshot costs a copy of the state and an additional step. The next step makes the
+    copy, and later steps can find the snapshot. If no row is free, the least recently found snapshot is dropped. If a
+    block is evicted, the snapshot at its end is dropped as well.
 
     If the cached blocks end with an answer, the prompt continues a conversation. The conversation's next prompt will
-    begin with this whole prompt. So no snapshot is stored at the end of the cached answer, and the snapshot that this
-    prompt found becomes the first one to be dropped.
+    begin with this whole prompt. No snapshot is therefore stored at the end of the cached answer. The snapshot that
+    this prompt found becomes the first to be dropped.
     """
 
     def __init__(

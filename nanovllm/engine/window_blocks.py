@@ -17,12 +17,12 @@ class WindowBlockManager(BlockManager):
     columns of the window tables. Column `i` of all tables stores the same tokens. The ids in a freed column are 0.
 
     While a prompt is computed, each chunk allocates its columns. If too few blocks are free, the chunk is shortened.
-    Columns before the window are freed before the next chunk. A decoding sequence frees columns when it needs a new
-    one. A step in flight may still read freed blocks, which is safe: the device runs steps in order, and a later step
-    writes to these blocks.
+    Columns before the window are freed before the next chunk. A decoding sequence frees old columns when it needs a new
+    column. A step in flight may still read freed blocks, which is safe: the device runs steps in order, and a later
+    step writes to these blocks.
 
-    A cached prefix is valid if the prefix cache contains all its blocks of `block_table`, and the columns that the
-    next token sees.
+    A cached prefix can be used if the prefix cache contains all of its blocks in `block_table`, and all columns that
+    the next token sees.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool, num_tables: int, window: int):
@@ -58,7 +58,7 @@ class WindowBlockManager(BlockManager):
         ]
 
     def can_allocate(self, seq: Sequence, num_spare: int = 0) -> bool:
-        """Return whether `seq` fits, with at least enough columns to compute its prompt in small chunks."""
+        """Return whether `seq` fits. Window tables need space for only a small chunk of the prompt at a time."""
         cached_ids = self._cached_prefix(seq)
         num_hit, num_blocks = len(cached_ids), self.num_blocks_for(seq.num_tokens + 1)
         hit = self._hit_columns(seq, num_hit)
@@ -88,7 +88,10 @@ class WindowBlockManager(BlockManager):
         self._chunked.append(other)  # the last chunk of `seq` may have computed columns that `other` does not need
 
     def needs_block(self, seq: Sequence, num_tokens: int) -> bool:
-        """Return whether `seq` needs another block. If so, first free the columns that the next token does not see."""
+        """Return whether `seq` needs another block.
+
+        If it needs a block, first free the columns that the next token does not see.
+        """
         needs = super().needs_block(seq, num_tokens)
         if needs:
             self._free_before(seq, len(seq.token_ids) - 1)

@@ -27,6 +27,6 @@ def register_feature(feature: type[StepFeature]) -> None:
 
 
 def check_ranks(num_ranks: int) -> None:
-    """Raise ValueError if any feature was registered, because the processes of other ranks lack this feature."""
+    """Raise ValueError if any feature was registered, because the processes of other ranks lack registered features."""
     if any(isinstance(feature.home, type) for feature in FEATURES.values()):
         raise ValueError(f"tensor_parallel_size={num_ranks}: must be 1 with registered features")

@@ -113,7 +113,7 @@ class LogitEdits(StepFeature):
 
 
 class EditTables(NamedTuple):
-    """The lists of all requests, such as their bad words, indexed by request index.
+    """Lists for each request, such as its bad words, indexed by request index.
 
     The last request index is reserved for padding rows of CUDA graphs.
     """
@@ -220,7 +220,7 @@ def _penalize_row(logits: torch.Tensor, rows: SamplingRows, tables: EditTables, 
 
 
 def early_stops(params: SamplingParams, eos_token_ids: frozenset[int]) -> set[int]:
-    """Return the stop ids that are banned until `min_tokens` tokens have been generated (none if `min_tokens` is 0)."""
+    """Return the stop ids to ban until `min_tokens` tokens have been generated, or none if `min_tokens` is 0."""
     if not params.min_tokens:
         return set()
     return {*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids)}
@@ -243,7 +243,7 @@ def check_edits(
 def bad_word_token_ids(tokenizer, words: Iterable[str], vocab_size: int) -> tuple[tuple[int, ...], ...]:
     """Tokenize each word with and without a leading space, and return the distinct token sequences.
 
-    Raises ValueError if there are more than `MAX_BAD_WORDS` sequences, if a sequence does not have 1 to
+    Raises ValueError if there are more than `MAX_BAD_WORDS` sequences, if a sequence is empty or has more than
     `MAX_BAD_WORD_TOKENS` tokens, or if a token id is outside the vocabulary.
     """
     sequences: dict[tuple[int, ...], None] = {}  # an ordered set

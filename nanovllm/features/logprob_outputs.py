@@ -59,7 +59,10 @@ class OutputLogprobs:
 
 
 class DeferredList(abc.Sequence):
-    """A list that the first reader's thread builds. In the engine's thread, building the list would delay a step."""
+    """A list that is built when it is first read, in the reader's thread.
+
+    Building the list in the engine's thread would delay a step.
+    """
 
     def __init__(self, make: Callable[[], list]):
         self._list = cache(make)

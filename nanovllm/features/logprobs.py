@@ -1,8 +1,8 @@
 """Computes log-probabilities of generated tokens and of prompt tokens.
 
 For generated tokens, the setting `logprobs_mode` selects which logits are used. For prompt tokens, the model's raw
-logits are always used. Requests with `SamplingParams.logprobs` or `prompt_logprobs` and beam searches need
-log-probabilities. A step contains a `LogprobRequest` for each token whose log-probabilities are needed. After the
+logits are always used. Log-probabilities are needed for beam search, and for requests that set `logprobs` or
+`prompt_logprobs`. A step contains a `LogprobRequest` for each token whose log-probabilities are needed. After the
 forward pass, every rank creates a `PendingLogprobs`, which computes the log-probabilities. The log-probabilities reach
 the host with the step's result, and logprob_outputs.py adds the text of the tokens.
 """
@@ -137,7 +137,7 @@ class TokenLogprobs(StepFeature):
 
 
 def check_num_logprobs(name: str, value: int, config: "Config") -> None:
-    """Raise ValueError if `value` log-probabilities per token are not allowed.
+    """Raise ValueError if a request may not ask for `value` log-probabilities per token.
 
     -1 stands for all tokens of the vocabulary.
     """
@@ -160,7 +160,7 @@ class LogprobRequest(NamedTuple):
 
 
 def logprob_requests(step: ScheduledStep) -> np.ndarray:
-    """Return a step's requests for prompt tokens, followed by its requests for sampled tokens: [n, 4] int32."""
+    """Return [n, 4] int32: a step's requests for prompt tokens, then its requests for sampled tokens."""
     of_prompts, first_row, k = [], step.num_decodes * step.tokens_per_row, step.tokens_per_row
     for i, (seq, start, end) in enumerate(step.chunks):
         if (num_top := seq.params.prompt_logprobs) is not None:
@@ -181,7 +181,7 @@ def logprob_requests(step: ScheduledStep) -> np.ndarray:
 
 
 class PendingLogprobs:
-    """The log-probabilities of a step that are still being computed or copied to the host."""
+    """A step's log-probabilities, while they are computed and copied to the host."""
 
     @torch.inference_mode()
     def __init__(self, requests: np.ndarray, runner: "ModelRunner", output: ForwardOutput, logits: torch.Tensor | None):
@@ -201,8 +201,8 @@ class PendingLogprobs:
         """Return the tensors of `log_probabilities` for all requests.
 
         Logits that no longer exist are recomputed. Prompt tokens are processed in pieces. Sampled rows are processed in
-        one GEMM with as many rows as in the step, because rounding depends on the number of rows, and a greedily chosen
-        token must have rank 1.
+        one GEMM with the same number of rows as in the step. Rounding depends on the number of rows, and a greedily
+        chosen token must have rank 1.
         """
         requests, hidden_states = self._requests, output.hidden_states
         columns = torch.from_numpy(requests.T.copy())
@@ -272,7 +272,7 @@ def sampled_logits(runner: "ModelRunner", x: SamplerInput, logits: torch.Tensor 
 def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, temperatures: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-probabilities and the ranks of `token_ids` [S]: [S] float32 and [S] int32.
+    """Return the log-probabilities [S] float32 and the ranks [S] int32 of `token_ids` [S].
 
     Row `i` of `logits` [S, vocabulary] belongs to `token_ids[i]`, and is first divided by `temperatures[i]`. Tokens are
     ranked by descending logit. Among equal logits, the lower id comes first.
@@ -307,10 +307,10 @@ def log_probabilities(
 
 @operation
 def gather_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return the log-probabilities of `ids` [S, n] in each row of `logits` [S, vocabulary] float32: [S, n] float32."""
+    """Return [S, n] float32: the log-probabilities of `ids` [S, n], from `logits` [S, vocabulary] float32."""
     return logits.log_softmax(-1).gather(1, ids)
 
 
 def divided(logits: torch.Tensor, temperatures: torch.Tensor | None) -> torch.Tensor:
-    """Convert the logits [S, vocabulary] to float32, and divide them by the temperatures [S], if given."""
+    """Convert the logits [S, vocabulary] to float32. Divide the logits by the temperatures [S], if given."""
     return logits.float() if temperatures is None else logits.float() / temperatures.unsqueeze(1)

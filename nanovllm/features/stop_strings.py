@@ -58,7 +58,7 @@ class StoppingDetokenizer(Detokenizer):
 
         If the last token completes a stop string, cut the text there and return the stop string. Stop strings within
         the first `min_tokens` tokens are ignored. If several stop strings match, the one that ends first wins. If two
-        end at the same character, the one that was listed first wins.
+        stop strings end at the same character, the one that was listed first wins.
         """
         piece, matches = self.decode(), []
         text = self._window + piece

@@ -1,8 +1,8 @@
 """Fused forms replace the `forward` of modules, so that one kernel computes several operations of plain layers.
 
-The plain layers define the correct results. `FORMS` maps their `forward` functions to forms. A class that inherits a
-plain `forward` also gets the form, but a class that overrides `forward` stays plain. A module also stays plain if the
-form does not support one of the module's parts (`Fused.matches`).
+The plain layers define the correct results. `FORMS` maps the `forward` functions of plain layers to forms. A class that
+inherits a plain `forward` also gets the form, but a class that overrides `forward` stays plain. A module also stays
+plain if the form does not support all parts of the module (`Fused.matches`).
 
 Neighbouring forms exchange deferred norms (`NormInput`) and unfinished sums (`PartialSum`). Plain neighbours get
 tensors.

@@ -98,8 +98,8 @@ class FusedEmbedding(Fused):
 class FusedLMHead(Fused):
     """Replaces `ParallelLMHead.forward`.
 
-    While logits for sampling are computed, `sampling_params` is `SamplingRows.params`. If `sampling_params` is set,
-    rows without filters may lack the logits of other ranks, because only filters need complete rows.
+    During the computation of logits for sampling, `sampling_params` is `SamplingRows.params`. If `sampling_params` is
+    set, rows without filters may lack the logits of other ranks, because only filters need complete rows.
     """
 
     what = "the product and the exchange of logits between ranks, without those that are not needed"

@@ -1,4 +1,4 @@
-"""Defines fused forms of attention in families that change q, k or v in other ways than Qwen3."""
+"""Defines fused forms of attention for model families that process q, k or v differently from Qwen3."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def norm_heads(x: torch.Tensor, count: int, eps: float) -> torch.Tensor:
 
 
 class FusedGemma4Attention(FusedAttention):
-    """Replaces `Gemma4Attention.forward`. Values get a norm without a weight, even if keys serve as values."""
+    """Replaces `Gemma4Attention.forward`. Values get a norm without a weight, even if the keys are used as values."""
 
     what = "norms of q and k, RoPE, store of k and v (few decodes: with attention); norm of v"
 

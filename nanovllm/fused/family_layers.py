@@ -1,4 +1,4 @@
-"""Defines fused forms of decoder layers in which the outputs of attention and MLP get norms before they are added."""
+"""Defines fused forms of decoder layers that normalize the outputs of attention and MLP."""
 
 from functools import partial
 from typing import Any, ClassVar
@@ -103,7 +103,7 @@ def input_of(module: nn.Module, residual: torch.Tensor) -> Normed:
 
 
 class FusedOlmo3Layer(FusedDecoderLayer):
-    """Replaces `Olmo3DecoderLayer.forward`. The layer has no norms except after attention and after the MLP."""
+    """Replaces `Olmo3DecoderLayer.forward`. The layer has norms only after attention and after the MLP."""
 
     what = "norms with the sums after them"
 

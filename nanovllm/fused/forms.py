@@ -99,7 +99,7 @@ class FusedRMSNorm(Fused):
 
 
 def rope_at(rotary_emb: Any, positions: torch.Tensor) -> Rope:
-    """Return the `Rope` for a fused layer whose neighbors are plain layers.
+    """Return the `Rope` for a fused layer whose neighbouring layers are plain.
 
     Without a fused rotary embedding, `Rope.cos_sin` is None.
     """
@@ -111,7 +111,7 @@ def rope_at(rotary_emb: Any, positions: torch.Tensor) -> Rope:
 
 
 def has_method(module: nn.Module, path: str) -> bool:
-    """Return whether a module has the method at `path`, "module:Class.name", and has not replaced it."""
+    """Return whether a module still has the original method at `path`, "module:Class.name"."""
     name = path.rsplit(".", 1)[1]
     return name not in vars(module) and getattr(type(module), name, None) is resolve_name(path)
 
@@ -125,7 +125,7 @@ def takes_fused(module: nn.Module) -> bool:
 
 
 def run_fused(module: nn.Module, x: NormInput, *rope: Rope) -> PartialSum:
-    """Call a fused or plain part of a layer, such as attention, that lies between two norms.
+    """Call a part of a layer that lies between two norms, such as attention. The part may be fused or plain.
 
     Only attention takes `rope`.
     """

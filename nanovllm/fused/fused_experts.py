@@ -92,7 +92,7 @@ class FusedSharedExpertMoE(FusedMoE):
 def choose_experts(
     x: torch.Tensor, weight: torch.Tensor, top_k: int, factors: torch.Tensor, slot_mapping: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose experts with `route` from the logits x W^T. Return weights and expert ids, both [T, top_k].
+    """Choose experts with `route`, from the router's logits x W^T. Return weights and expert ids, both [T, top_k].
 
     The weights of a token are normalized to add up to 1, and are then multiplied by the experts' `factors`. For
     padding, whose slots are -1, the results are undefined.

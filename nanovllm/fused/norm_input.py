@@ -1,4 +1,4 @@
-"""Defines deferred norms. The kernel of the following matmul or norm may compute a deferred norm."""
+"""Defines deferred norms. A deferred norm may be computed by the kernel of the following matmul or norm."""
 
 from typing import Any
 
@@ -19,9 +19,10 @@ def add_rms_norm(
 
 
 class NormedSum(PartialSum):
-    """A deferred norm of a sum, times a factor [1]. The kernel of the next norm computes it, then adds the residual.
+    """A deferred norm of a sum, times a factor [1].
 
-    Without a norm, only the multiplication is deferred.
+    The kernel of the next norm computes this product, then adds the residual. If there is no norm, only the
+    multiplication by the factor is deferred.
     """
 
     __slots__ = ("norm", "total")

@@ -1,9 +1,8 @@
-"""CPU replacements for operations whose definitions depend on the number of rows.
+"""CPU replacements for operations whose results depend on the number of rows.
 
-A runner computes a step in one thread, because the size of the batch would determine how several threads divide loops
-over elements. In one thread, elementwise operations and reductions over the last dimension compute each row
-independently of other rows. In the following operations, a row's result also depends on other rows, so these operations
-are replaced:
+A runner computes a step in one thread. With several threads, the batch size would determine how loops over elements are
+divided. In one thread, elementwise operations and reductions over the last dimension compute each row independently of
+other rows. In the following operations, a row's result also depends on other rows, so these operations are replaced:
 
 - Matmuls: the library chooses a method by shape. The replacement multiplies blocks of a fixed shape with all threads.
 - Functions of few elements: PyTorch computes most elements of a tensor with vector instructions, but the last elements

@@ -1,7 +1,7 @@
 """Operations: functions that are defined in plain PyTorch and that a device may replace with kernels.
 
-The definitions are next to their callers, mostly in `layers/`. A CPU runs them. CUDA replaces the definitions with the
-Triton kernels listed in `ops.py`. `register_ops` adds a table of replacements for another device.
+The definitions are next to their callers, mostly in `layers/`. A CPU runs the definitions. On CUDA, the Triton kernels
+listed in `ops.py` replace the definitions. `register_ops` adds a table of replacements for another device.
 """
 
 import importlib.util
@@ -33,7 +33,7 @@ def ops_for(device: torch.device) -> Mapping[str, Callable]:
 
 
 def register_ops(device_type: str, table: Mapping[str, Callable]) -> None:
-    """Register `table` for a device type ("cuda") or for a variant on a device type ("cuda-invariant").
+    """Register `table` for a device type ("cuda") or for a variant of a device type ("cuda-invariant").
 
     A function in `table` replaces the operation with the same name, and takes the same arguments. If the function
     returns `NotImplemented`, the definition runs instead.

@@ -1,12 +1,12 @@
 """FP8 (e4m3) in kernels: conversions, and rows of numbers that share one scale.
 
 GPUs of compute capability 8.9 or higher convert `torch.float8_e4m3fn` in hardware. On other devices, tensors contain
-the bits as uint8, and the functions below convert these bits. Triton has no e4m3 for older GPUs, and its interpreter
-rounds e4m3 wrongly.
+the bits of e4m3 values as uint8, and the functions in this file convert the bits. Triton has no e4m3 for older GPUs,
+and its interpreter rounds e4m3 wrongly.
 
-The scale of a row is the row's largest magnitude divided by 448 (the largest e4m3 value), then rounded to bfloat16. So
-the largest value of a row is almost exact. Other values have a relative error of up to 1/16, or more if they are close
-to 0.
+The scale of a row is the row's largest magnitude divided by 448 (the largest e4m3 value), then rounded to bfloat16. The
+largest value of a row is therefore almost exact. Other values have a relative error of up to 1/16, or more if they are
+close to 0.
 """
 
 import triton
@@ -108,9 +108,9 @@ def unpack_scales(pairs, stored_dtype: tl.constexpr):
     """Unpack int32 words [N] that contain the bfloat16 scales of a key and of its value.
 
     Return the key scales, and log2 of the value scales, both float32 [N]. Attention adds log2(scale) to the scores
-    instead of multiplying values by their scales. Then p = 2 ** (score + log2(scale) - m) includes the scale, where m
-    is the maximum of score + log2(scale). p lies between 0 and 1 for values of any size, so float16 is accurate. The
-    denominator of the softmax is the sum of p / scale.
+    instead of multiplying values by their scales. The weight p = 2 ** (score + log2(scale) - m) then includes the
+    scale, where m is the maximum of score + log2(scale). p lies between 0 and 1 for values of any size, so float16 is
+    accurate. The denominator of the softmax is the sum of p / scale.
     """
     k_scale = (pairs << 16).to(tl.float32, bitcast=True)
     v_scale = (pairs & -0x10000).to(tl.float32, bitcast=True)
@@ -127,7 +127,7 @@ def as_fp8_partner(x):
     """Convert bfloat16 queries to float16, so that they can be multiplied by e4m3 keys.
 
     The hardware converts e4m3 to bfloat16 only through float16 and float32. float16 is more precise than bfloat16. The
-    smaller range of float16 still far exceeds the outputs of norms and projections.
+    outputs of norms and projections are far below the limit of float16.
     """
     if x.dtype == tl.bfloat16:
         x = tl.clamp(x.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)

@@ -1,7 +1,7 @@
 """The table of operations for CUDA. Importing this module requires Triton.
 
-A function with the name of an operation replaces the definition of this operation. The function returns
-`NotImplemented` if no kernel is faster. Other functions are helpers, or are called by CUDA code.
+A function with the name of an operation replaces the operation's definition. The function returns `NotImplemented` if
+no kernel is faster than the definition. Other functions are helpers, or are called by CUDA code.
 """
 
 import torch
@@ -66,7 +66,7 @@ def split_linear(x, weight, bias=None, split_k=1, out=None):
 
 
 def norm_linear(x, weight, bias=None, act=None):
-    """Compute the norm, matmul and activation of a single row in one kernel, unless the row is still a sum of parts.
+    """Compute the norm, matmul and activation of a single row in one kernel, unless the row is still an unfinished sum.
 
     For several rows, a separate kernel computes the norm. For many rows on Hopper, one kernel computes matmul and
     activation.
@@ -86,7 +86,7 @@ def best_split_k(x, weight, max_split_k):
 
 
 def own_norm_of(x, residual, eps):
-    """Split the argument x of `add_rms_norm` into a PartialSum and the argument `own_norm` of the norm's kernel."""
+    """Split the argument x of `add_rms_norm` into a PartialSum and the `own_norm` argument for the kernel."""
     if x.norm is None:
         return x, NO_OWN_NORM
     own_weight, own_eps, factor = x.norm

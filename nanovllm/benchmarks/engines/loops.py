@@ -18,7 +18,7 @@ BAR: dict[str, Any] = dict(leave=False, dynamic_ncols=True)
 def measure(engine: str, run: Run, workloads: Workloads, summary: Summary) -> dict[str, Result]:
     """Do all runs of each workload, and report when a workload starts and ends. The first run is a warm-up.
 
-    After Ctrl-C, return the results of the complete workloads, if there are any.
+    After Ctrl-C, return the results of the workloads that have finished, if any.
     """
     results: dict[str, Result] = {}
     try:
@@ -36,9 +36,9 @@ def measure(engine: str, run: Run, workloads: Workloads, summary: Summary) -> di
 def serve(engine, requests: list[Request]) -> Result:
     """Submit each request when it is due, and step the engine until all requests have ended.
 
-    `engine.params` returns the sampling parameters of a request, `engine.add` adds a request and returns its id, and
-    `engine.step` returns the request id and the token id of each new token. A request that is due during a step is
-    submitted after the step.
+    `engine.params` returns a request's sampling parameters. `engine.add` adds a request and returns the request id.
+    `engine.step` returns (request id, token id) for each new token. A request that is due during a step is submitted
+    after the step.
     """
     params = [engine.params(request) for request in requests]
     due = [(request.arrival, i) for i, request in enumerate(requests) if request.previous is None]

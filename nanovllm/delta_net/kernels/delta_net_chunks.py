@@ -105,7 +105,7 @@ def _chunks_kernel(rule_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.co
     """Each program computes `tile` value heads of a chunk.
 
     Let T be the inverse of the triangular system. The kernel replaces v with T (beta v), and computes w = T (beta decay
-    k). The part of v that the state already returns is w times the state. The next kernel subtracts w times the state.
+    k). The next kernel subtracts from v the part that the state already returns, which is w times the state.
     """
     gdc_launch_and_wait(PDL)
     HEADS: tl.constexpr = PLAN.heads
@@ -139,7 +139,7 @@ def _chunks_kernel(rule_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.co
 @dependent_kernel()
 @triton.jit(do_not_specialize=["stride"])
 def _states_kernel(x_rows, rule_ptrs, seq_ptrs, state_ptrs, stride, PLAN: tl.constexpr, PDL: tl.constexpr):
-    """Each program updates `tile` of the value_dim rows of the state of one head of one sequence, chunk by chunk.
+    """Each program updates `tile` of the value_dim rows of a state, for one head of one sequence, chunk by chunk.
 
     The kernel replaces v with the error of the state: v minus w times the state.
     """

@@ -33,7 +33,7 @@ def silu(x):
 
 @triton.jit
 def _load_inputs(source, first, t, channel, inside, PLAN: tl.constexpr):
-    """Load the inputs of the convolution for tokens `t`, which start at `first`."""
+    """Load the inputs of the convolution for the tokens `t`. The lowest index in `t` is `first`."""
     HEADS: tl.constexpr = PLAN.heads
     x_rows, state_ptrs, row, begin, own = source
     x = tl.load(x_rows.qkvz + t.to(tl.int64) * x_rows.stride + channel, inside & (t >= own), 0.0)

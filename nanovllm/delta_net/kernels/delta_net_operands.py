@@ -114,7 +114,7 @@ def sequence_of(seq_ptrs, seq, stride, PLAN: tl.constexpr):
 def chunk_of(seq_ptrs, num_seqs, index, CHUNK: tl.constexpr, PAD: tl.constexpr):
     """Return (sequence, index within the sequence) of the step's chunk number `index`.
 
-    If the step has fewer chunks, the returned sequence is at least `num_seqs`.
+    If the step has fewer chunks, the returned sequence index is `num_seqs` or more.
     """
     seq = tl.arange(0, PAD)
     starts_ptr = seq_ptrs.starts + num_decode_rows(seq_ptrs) + seq

@@ -1,6 +1,6 @@
 """Defines kernels that read what other ranks have written to PeerMemory.
 
-Before program p of a kernel reads, it waits until program p of the same kernel has signalled on every other rank.
+Before program p of a kernel reads, it waits for a signal from program p of the same kernel on every other rank.
 """
 
 from typing import NamedTuple
@@ -200,7 +200,7 @@ def gather_columns(
     """Wait for all ranks, even if S is 0. Return the concatenated columns of all ranks: [S, ranks * n].
 
     `mine` [S, n] lies at the barrier's data offset. If `sampling_params` [S, WIDTH] int32 (see sampling_columns.py) is
-    given, the other ranks' columns are missing in rows without filters such as top-p.
+    given, rows without filters such as top-p lack the columns of other ranks.
     """
     (num_rows, n), size = mine.shape, len(barrier.addresses)
     out = torch.empty((num_rows, size * n), dtype=mine.dtype, device=mine.device)

@@ -5,9 +5,9 @@ tiles of keys. Tiles and segments begin at fixed positions. The tiles of a segme
 the segments of a query are added in order. So the result is the same whether one program or several programs
 (flash-decoding) compute the segments of a query.
 
-This method requires that a matmul has the same result in tiles with any number of rows, transposed or not. Hopper's
-instructions for 64 rows (wgmma) meet this requirement, which tests/test_invariant_kernels.py checks. With the older
-instruction `mma.sync`, different roundings were observed.
+This method requires that the result of a matmul does not depend on the number of rows per tile, or on whether the tiles
+are transposed. Hopper's instructions for 64 rows (wgmma) meet this requirement, which tests/test_invariant_kernels.py
+checks. With the older instruction `mma.sync`, different roundings were observed.
 """
 
 import torch
@@ -35,8 +35,8 @@ def fma(x, factor, y):
 def add_tile(sums, scores, v, scale, pairs, visible, stored_dtype: tl.constexpr, KEYS: tl.constexpr, CAP: tl.constexpr):
     """Add a tile of keys to `sums`, which is (weighted values, weights, largest score so far).
 
-    KEYS is the dimension of `scores` that indexes keys: 1, or 0 if everything is transposed. `visible` is `None` if all
-    keys are visible; hidden keys must have values of zero. In FP8, `pairs` contains the scales of keys and values. A
+    KEYS is the dimension of `scores` that indexes keys: 1, or 0 if the tiles are transposed. `visible` is `None` if all
+    keys are visible. The values of hidden keys must be zero. In FP8, `pairs` contains the scales of keys and values. A
     matmul with ones adds the weights, so the order of additions does not depend on which threads hold the weights. CAP
     is the soft cap of the scores, or 0.
     """
@@ -99,7 +99,7 @@ def add_segment(done, segment):
 def store_attended(out_ptr, at, done, mask, sinks_ptr, head):
     """Divide the sums of weighted values by the sums of weights, and store the quotients.
 
-    Unless `sinks_ptr` is None, first add the sinks of heads `head` to the sums of weights.
+    If `sinks_ptr` is given, first add the sinks of heads `head` to the sums of weights.
     """
     if sinks_ptr is not None:
         sinks = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E

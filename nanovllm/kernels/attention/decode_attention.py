@@ -1,6 +1,6 @@
 """Decode attention over paged keys and values.
 
-The queries of a sequence belong to its newest token and a few draft tokens. The keys of a sequence are divided among
+Each sequence has queries for its newest token and for a few draft tokens. The keys of a sequence are divided among
 several programs (flash-decoding).
 """
 
@@ -44,7 +44,7 @@ NO_NORM_ROPE = None, None, 0.0, None, None  # weights, eps, cos_sin, slots
 def _load_rotation(norm_rope_ptrs, seq, d, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr):
     """Return cos and sin for queries and for keys, and the index of each element's partner in the rotation.
 
-    If there are norm weights, cos and sin are multiplied by these weights.
+    If q and k have norm weights, cos and sin are multiplied by them.
     """
     q_weight_ptr, k_weight_ptr = norm_rope_ptrs[0], norm_rope_ptrs[1]
     cos, sin, swapped = load_cos_sin(norm_rope_ptrs[3], seq, d, HEAD_DIM, ROTARY)
@@ -73,8 +73,8 @@ def _prefetch_tile(cache_ptrs, table_ptr, kv_head, tokens, CACHE: tl.constexpr):
 def _store_new_token(k, v, cache_ptrs, slot, kv_head, d, CACHE: tl.constexpr):
     """Store a key `k` and a value `v`, both [1, head_dim], unless `slot` is -1.
 
-    Return what is stored: the key, its scale, the value and its scale. FP8 rounds the stored values, and attention must
-    use the same rounded values in this step as in later steps.
+    Return the stored key and its scale, then the stored value and its scale. FP8 rounds keys and values, and attention
+    must use the same rounded numbers in this step as in later steps.
     """
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
     at = (slot * CACHE.kv_heads + kv_head) * CACHE.head_dim + d[None, :]
@@ -92,7 +92,7 @@ def _store_new_token(k, v, cache_ptrs, slot, kv_head, d, CACHE: tl.constexpr):
 
 @triton.jit
 def _scores_of_tile(q, k_ptrs, pair_ptrs, inside, scale, STORED: tl.constexpr, CAP: tl.constexpr):
-    """Return the scores [TILE, GROUP_PAD] of a tile of keys, and log2 of the FP8 scales [TILE] of the tile's values."""
+    """Return the scores [TILE, GROUP_PAD] of a tile of keys, and log2 of its values' FP8 scales [TILE]."""
     k = tl.load(k_ptrs, inside[:, None], 0.0)
     v_log2_scale = 0.0
     if pair_ptrs is not None:
@@ -112,7 +112,7 @@ def _scores_of_tile(q, k_ptrs, pair_ptrs, inside, scale, STORED: tl.constexpr, C
 
 @triton.jit
 def _store_result(acc, m_i, l_i, row, is_row, d, split, splits, out_ptrs, HEAD_DIM: tl.constexpr):
-    """Normalize and store `acc` [GROUP_PAD, head_dim], which is a partial result if there are several splits."""
+    """Normalize and store `acc` [GROUP_PAD, head_dim]. If there are several splits, `acc` is a partial result."""
     out_ptr, partial_ptr, lse_ptr = out_ptrs
     acc = acc / tl.maximum(l_i, 1e-30)[:, None]
     if partial_ptr is not None:
@@ -285,7 +285,7 @@ def fuses_qk_norm_rope(batch_size: int, kv_heads: int, device: torch.device) -> 
 def _choose_programs(batch_size, tokens_per_row, cache, row_bytes, is_qkv) -> tuple[int, int, int]:
     """Return (programs per multiprocessor, warps per program, tiles loaded ahead).
 
-    The choice is based on measurements. With two programs of four warps, a multiprocessor reads fastest, but has no
+    The choice is based on measurements. A multiprocessor reads fastest with two programs of four warps, but then has no
     space for a program of the next kernel.
     """
     has_few_splits = batch_size * cache.k.shape[2] * 3 > 2 * num_sms(cache.k.device)  # at most two splits
@@ -319,11 +319,11 @@ def decode_attention(
         start in the order of rows.
     num_seqs: [1] int32, the number of rows to compute, at least 1. Later rows of the result stay unchanged.
     out: receives the result.
-    tokens_per_row: the number of consecutive rows that belong to one sequence. These rows share a block table, and each
-        row sees at least as many keys as the previous row.
-    norm_rope_inputs: the arguments `qk_norm_rope` and `slot_mapping` of `norm_rope_and_store`. If they are given, the
-        kernel also does the work of `norm_rope_and_store`. Then q is qkv [B, heads + 2 kv_heads, head_dim] with any
-        stride between tokens, and the result of an empty sequence is finite but undefined.
+    tokens_per_row: the number of consecutive rows that belong to one sequence. The rows of a sequence share a block
+        table, and each row sees at least as many keys as the row before it.
+    norm_rope_inputs: the arguments `qk_norm_rope` and `slot_mapping` of `norm_rope_and_store`. If these arguments are
+        given, the kernel also does the work of `norm_rope_and_store`. In that case, q is qkv [B, heads + 2 kv_heads,
+        head_dim] with any stride between tokens, and the result of an empty sequence is finite but undefined.
     """
     is_qkv, kv_heads = norm_rope_inputs is not NO_NORM_ROPE, cache.k.shape[2]
     out = torch.empty_like(q[:, 2 * kv_heads :] if is_qkv else q) if out is None else out

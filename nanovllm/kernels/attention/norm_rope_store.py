@@ -25,7 +25,7 @@ def norm_rope(x, x_swapped, cos, sin, eps, HAS_NORM: tl.constexpr):
     """Rotate each row of x [R, D]. If HAS_NORM, normalize the row first. Compute in float32, and round once.
 
     `x_swapped` is x with its halves swapped. `cos` and `sin` [1 or R, D] come from FusedRotaryEmbedding, which negates
-    the first half of `sin`. With a norm, the caller has multiplied `cos` by the norm's weight, and `sin` by the weight
+    the first half of `sin`. If HAS_NORM, the caller has multiplied `cos` by the norm's weight, and `sin` by that weight
     with its halves swapped. The inverse root mean square of a row is applied after the rotation.
     """
     y = x.to(tl.float32)
@@ -105,7 +105,7 @@ def norm_rope_and_store(qkv: torch.Tensor, qk_norm_rope, slot_mapping: torch.Ten
     qk_norm_rope: (q weight, k weight, eps, cos_sin). The weights are [head_dim], or `None` if there is no norm.
         `cos_sin` [T, 2, N] float32 comes from FusedRotaryEmbedding, and defines the rotation of the first N elements of
         each head.
-    slot_mapping: [T], each token's index into the cache with flattened first two dimensions, or -1 to store nothing
+    slot_mapping: [T], each token's index in the cache (with its first two dimensions flattened), or -1 to store nothing
     """
     num_tokens, num_rows, head_dim = qkv.shape
     layout = CacheLayout(*cache.k.shape[1:])

@@ -2,10 +2,10 @@
 
 Functions that launch kernels use these attributes of a layer's `cache`, a `KVCache` (cache/kv_cache.py):
 
-- keys `k` and values `v` [blocks, block_size, kv_heads, head_dim]
+- keys `k` and values `v` [blocks, block_size, kv_heads, head_dim].
 - `scales` [blocks, kv_heads, block_size] int32, if keys and values are in FP8 (see e4m3.py). Each word packs the
   bfloat16 scales of a key and of its value.
-- `spec`: the layer's AttentionSpec
+- `spec`: the layer's AttentionSpec.
 """
 
 from typing import NamedTuple
@@ -33,7 +33,7 @@ class CacheLayout(NamedTuple):
 def layout_of(cache, max_tile: int) -> CacheLayout:
     """Return the layout of a cache.
 
-    The layout's tile is the largest power of two up to `max_tile` that divides the block size.
+    The tile of the layout is the largest power of two that divides the block size and is at most `max_tile`.
     """
     block_size, spec = cache.k.shape[1], cache.spec
     tile = min(max_tile, block_size & -block_size)
@@ -74,7 +74,7 @@ def add_sinks(acc, m_i, l_i, sinks):
 
 @triton.jit
 def prefetch_rows(starts, SIZE: tl.constexpr):
-    """Start to prefetch SIZE elements from each pointer in `starts` into the L2 cache."""
+    """Start prefetching SIZE elements from each pointer in `starts` into the L2 cache."""
     LINE: tl.constexpr = 1024 // starts.dtype.element_ty.primitive_bitwidth  # elements in 128 bytes
     lines = starts[:, None] + tl.arange(0, (SIZE + LINE - 1) // LINE)[None, :] * LINE
     asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"

@@ -171,8 +171,8 @@ def _is_for_hopper(head_dim: int, dtype: torch.dtype) -> bool:
 def query_tile_size(group: int, head_dim: int, dtype: torch.dtype) -> int:
     """Return how many tokens a query tile covers, if each key-value head serves `group` query heads.
 
-    On Hopper, the kernel of hopper_prefill.py may replace the kernel of this file. Tiles on Hopper have 128 rows, so
-    the returned size is the largest multiple of this file's tile size that fits into 128 rows.
+    On Hopper, the kernel of hopper_prefill.py may replace the kernel of this file. Hopper tiles have 128 rows. On
+    Hopper, the returned size is therefore the largest multiple of this file's tile size that fits into 128 rows.
     """
     tokens = _tile_sizes(head_dim, dtype)[0] // group
     if _is_for_hopper(head_dim, dtype):
@@ -191,16 +191,16 @@ def prefill_attention(
 ) -> torch.Tensor:
     """Return the causal attention of new tokens over the cached keys of their sequences, in the shape of q.
 
-    A query sees the tokens of its sequence up to its own position. If the cache has a window, a query sees only the
-    last `window` tokens up to its own position. The cache already contains all `context_lens[b]` tokens of sequence b,
-    including the tokens of this step.
+    A query sees the tokens of its sequence up to its own position. If the layer has a window, a query sees only the
+    last `window` of those tokens. The cache already contains all `context_lens[b]` tokens of sequence b, including the
+    tokens of this step.
 
     q: [T, heads, head_dim], the queries of the last tokens of B sequences, contiguous. At most 64 query heads share a
         key-value head.
     cu_seqlens_q: [B + 1], where the queries of each sequence begin.
     cache, context_lens, block_tables: as in `decode_attention`.
-    query_tiles: [N, 2] int32, pairs (sequence, index of the tile's first query among the sequence's queries), in the
-        order in which their programs start. A tile covers at most `query_tile_size` queries. Pairs with sequence -1 are
+    query_tiles: [N, 2] int32, pairs (sequence, index of the tile's first query among the sequence's queries). Programs
+        start in the order of the pairs. A tile covers at most `query_tile_size` queries. Pairs with sequence -1 are
         skipped.
     out: receives the result. Rows without a tile stay unchanged.
     """

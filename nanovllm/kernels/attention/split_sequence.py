@@ -31,9 +31,9 @@ def choose_num_splits(
 
 @triton.jit
 def split_sequence(context_lens_ptr, seq, splits, IS_QKV: tl.constexpr, ROWS: tl.constexpr, CACHE: tl.constexpr):
-    """Return a sequence's first visible key, number of cached keys, keys per split, and number of used splits.
+    """Return (first visible key, number of cached keys, keys per split, number of used splits) of a sequence.
 
-    The first split begins at the tile of the first visible key. This split is always used, because its program adds the
+    The first split begins at the tile of the first visible key. The first split is always used: its program adds the
     new token of qkv, or writes zeros for an empty sequence.
     """
     length = tl.load(context_lens_ptr + seq * ROWS + ROWS - 1)  # the last row sees the most keys
@@ -87,8 +87,8 @@ def combine_splits(
     """Add the results of all splits, weighted by their log-sum-exps, and store the sums in `out` [B, heads, head_dim].
 
     `parts` is (results [B, heads, splits, head_dim], log-sum-exps [B, heads, splits]), both float32, and `seqs` is
-    (num_seqs, context_lens). All arguments must be the same as for the kernel that wrote `parts`, because the arguments
-    determine how many splits are used.
+    (num_seqs, context_lens). The kernel that wrote `parts` must have had the same arguments, because they determine how
+    many splits are used.
     """
     batch_size, heads, splits = parts[1].shape
     rows = SplitRows(heads, tokens_per_row, is_qkv, max(MAX_SPLITS, triton.next_power_of_2(splits)))

@@ -1,8 +1,8 @@
 """A Hopper epilogue for hopper_product.py: a gated activation in 16 bits, or SwiGLU in FP8 with quantized results.
 
-In 16 bits, gate, up and the activation of gate are each rounded, at no extra cost. So the results are those of separate
-kernels, except that activations of gate below about 1e-36 become 0. In FP8, all results that share a scale are in the
-same tile.
+In 16 bits, gate, up and the activation of gate are each rounded, at no extra cost. The results therefore equal those of
+separate kernels, except that activations of gate below about 1e-36 become 0. In FP8, all results that share a scale are
+in the same tile.
 """
 
 from math import e, log2
@@ -21,8 +21,8 @@ from nanovllm.kernels.linear.tiles import QuantizedRows
 def _gate_code(x: str, y: str, act: Activation) -> str:
     """Return PTX code for y = x * sigmoid(alpha * (x + cubic * x^3)), see Activation.
 
-    The code uses two approximate instructions, each with an error of at most 2^-22. Division and `gl.exp` would take
-    several times as many instructions.
+    The code uses two approximate instructions, each with an error of at most 2^-22. Exact division and `gl.exp` would
+    need several times as many instructions.
     """
 
     def number(value: float) -> str:
@@ -38,7 +38,7 @@ def _gate_code(x: str, y: str, act: Activation) -> str:
 
 
 def _results_code(half: str, act: Activation) -> str:
-    """Return PTX code for two results of a gated activation, which one instruction rounds together."""
+    """Return PTX code for two results of a gated activation. A single instruction rounds both results."""
     return f"""
     {{
         .reg .b32 gate, up;
@@ -112,7 +112,7 @@ def gated_linear(
 ) -> torch.Tensor | QuantizedRows:
     """Return the gated activation of x W^T, [T, N / 2], for x [T, K] and weight [N, K] in 16 bits.
 
-    With `scales`, x is quantized, the weight is in FP8, the activation is SwiGLU, and the result is that of
+    With `scales`, x and the weight are in FP8, and the activation is SwiGLU. The result is then that of
     `swiglu_quantize` in multiply_scaled.py.
     """
     num_rows, n = len(x if scales is None else x.values), len(weight) // 2

@@ -4,8 +4,8 @@ One warp loads tiles, and two warpgroups compute attention. A query tile has 128
 row is one query head of one token. A tile covers a *pack*: some of the query heads that share a key-value head. The
 size of a pack is the largest power of two that divides the number of query heads per key-value head.
 
-The warpgroups alternate. While one warpgroup computes a softmax, the tensor cores multiply for the other warpgroup, or
-multiply the first warpgroup's previous softmax weights by values.
+The warpgroups alternate. While one warpgroup computes a softmax, the tensor cores work for the other warpgroup, or
+multiply the previous softmax weights of the first warpgroup by values.
 """
 
 from typing import NamedTuple
@@ -52,7 +52,7 @@ def _lanes():
 def _load(ring, buffer, use, tiles, at):
     """Wait until `buffer` is free, then start to load a tile into it.
 
-    `use` is the number of earlier loads into `buffer`.
+    `use` is the number of previous loads into `buffer`.
 
     A buffer has two barriers: `full` completes when a tile is loaded, and `empty` when the tile is no longer needed.
     """
@@ -72,9 +72,9 @@ def _first_tile(position, SHAPE: gl.constexpr):
 def _work(n, plan, SHAPE: gl.constexpr):
     """Return the n-th query tile of this program.
 
-    The first field of the result is the index after the last key tile, or 0 if there is no n-th query tile. Query tiles
-    are sorted by descending number of keys. The tiles are dealt to the programs in alternating order: first program to
-    last, then last to first.
+    The first field of the result is the index of the last key tile plus 1, or 0 if there is no n-th query tile. Query
+    tiles are sorted by descending number of keys. The tiles are dealt to the programs in alternating order: first
+    program to last, then last to first.
     """
     plan_ptrs, num_tiles, _ = plan
     tiles_ptr, starts_ptr, lengths_ptr, _ = plan_ptrs
@@ -126,8 +126,8 @@ def _load_tiles(tiles, rings, plan, SHAPE: gl.constexpr):
 def _softmax(scores, state, position, key, MASKED: gl.constexpr, SHAPE: gl.constexpr):
     """Return the softmax weights, the factor for the old sums, and the new state.
 
-    The state contains the maximum scaled score of each row, and a sum of weights for each thread, so threads need not
-    exchange sums.
+    The state contains the maximum scaled score of each row, and a separate sum of weights for each thread. Threads
+    therefore need not exchange sums.
     """
     scale: gl.constexpr = SHAPE.scale
     m_i, l_i = state
@@ -158,7 +158,10 @@ def _scores(q, keys, i, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _add_values(acc, p, values, i, SHAPE: gl.constexpr):
-    """Start adding p (weights) times the i-th tile of values to `acc`. Pass both results to `warpgroup_mma_wait`."""
+    """Start adding the weights p times the i-th tile of values to `acc`.
+
+    The caller passes both results to `warpgroup_mma_wait`.
+    """
     weights = gl.convert_layout(p.to(values[0].dtype), gl.DotOperandLayout(0, sums_of(SHAPE.head_dim), 2))
     mbarrier.wait(values[1].index(i % 2), i // 2 & 1)
     return hopper.warpgroup_mma(weights, values[0].index(i % 2), acc, is_async=True), weights
@@ -166,7 +169,7 @@ def _add_values(acc, p, values, i, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _attend_tiles(sums, begin, end, args, W: gl.constexpr, MASKED: gl.constexpr, SHAPE: gl.constexpr):
-    """Add the key tiles from `begin` to `end`, counted backwards from the last key tile, to `sums`."""
+    """Add the key tiles `begin` to `end` to `sums`. Tiles are counted backwards from the last key tile."""
     q, position, rings, turns, counts = args
     _, keys, values = rings
     last, count, base = counts
@@ -289,7 +292,7 @@ def _prefill_kernel(
 
 
 def attend(tokens: int, tile: int, q: torch.Tensor, cache, plan_ptrs, out: torch.Tensor) -> None:
-    """Compute `prefill_attention` of q [T, heads, head_dim]. Fill `out`, which has the same shape.
+    """Compute `prefill_attention` of q [T, heads, head_dim]. Store the result in `out`, which has the shape of q.
 
     `plan_ptrs` is (query_tiles, cu_seqlens_q, context_lens, block_tables). A query tile has at most `tokens` tokens.
     `cache` has 16-bit keys and values, and neither a soft cap nor sinks. `tile`, the number of keys per tile, is 64 or

@@ -1,14 +1,14 @@
 """A GEMM and its epilogue in one kernel for Hopper, written in Gluon.
 
-The operands have 16 bits, or are `QuantizedRows` and an FP8 weight with a scale for each 128 x 128 block. One warp
+The operands have 16 bits, or they are `QuantizedRows` and an FP8 weight with one scale per 128 x 128 block. One warp
 loads tiles, and two warpgroups multiply them. A tile has 128 rows (64 for each warpgroup) and two blocks of 128
 outputs.
 
 The epilogue is a function in another file. The epilogue gets the accumulators of a warpgroup: one tensor [64, 256] for
 16-bit operands, or four quarters [64, 64] for FP8.
 
-In FP8, tensor cores accumulate imprecisely, so each sum covers only 128 inputs. A warpgroup scales the sums and adds
-them in float32. While a warpgroup adds the sums of 64 outputs, the tensor cores compute the next 64 outputs.
+In FP8, tensor cores accumulate imprecisely, so each of their sums covers only 128 inputs. A warpgroup scales these sums
+and adds them in float32. While a warpgroup adds the sums of 64 outputs, the tensor cores compute the next 64 outputs.
 """
 
 from typing import NamedTuple
@@ -47,7 +47,7 @@ class Plan(NamedTuple):
 
 @gluon.jit
 def _tile(index, sizes, PLAN: gl.constexpr):
-    """Return the first row of a tile, and the index of its pair of output blocks."""
+    """Return the first row of a tile, and the index of the tile's pair of output blocks."""
     num_rows, num_pairs, _ = sizes
     per_group = PLAN.group * num_pairs
     first = index // per_group * PLAN.group
@@ -253,9 +253,9 @@ def _product_kernel(
 def product(x: torch.Tensor | QuantizedRows, weight, scales: torch.Tensor | None, epilogue, out_ptrs, y=None) -> None:
     """Compute x W^T for x [T, K] and weight [N, K], and pass the accumulators and `out_ptrs` to the epilogue.
 
-    With `scales`, x and the weight are FP8, otherwise 16-bit. N is a multiple of 256. Without `y`, a tile has two
-    adjacent blocks of outputs. With `y`, a tile has one block from each half of the outputs, and the epilogue stores
-    tiles of `y`.
+    x and the weight are in FP8 if `scales` are given, and have 16 bits otherwise. N is a multiple of 256. Without `y`,
+    a tile has two adjacent blocks of outputs. With `y`, a tile has one block from each half of the outputs, and the
+    epilogue stores tiles of `y`.
     """
     (n, k), step = weight.shape, 128 // weight.element_size()
     rows, scale_ptrs = (x, None) if scales is None else (x.values, (x.scales, scales, x.scales.stride(1)))

@@ -17,7 +17,7 @@ ROWS = gl.constexpr(gl.DistributedLinearLayout(_OF_THREAD, _OF_WARP, [[16, 0], [
 
 @gluon.jit
 def _norm_rope(x0, x1, weights, eps, cos, sin):
-    """Normalize (unless there are no weights) and rotate one head of 64 tokens, given as halves x0 and x1 [64, 64]."""
+    """Normalize (if there are weights) and rotate one head of 64 tokens. x0 and x1 [64, 64] are the head's halves."""
     y0, y1 = x0, x1
     if weights is not None:
         y0, y1 = x0 * weights[0], x1 * weights[1]

@@ -40,7 +40,7 @@ TILES = (
 def choose_tile(num_rows: int, n: int, k: int, max_split_k: int, sms: int) -> HopperTile | None:
     """Return the tile for x [num_rows, k] times a weight [n, k], or `None` if other kernels are as fast.
 
-    If programs must compute several tiles each, only tiles of the largest size are faster than the library.
+    If each program must compute several tiles, only the largest tiles are faster than the library.
     """
     if not 16 < num_rows <= TILES[-1][0]:
         return None
@@ -105,7 +105,7 @@ def suits_packed_kernels(x: torch.Tensor, weight) -> bool:
 
 
 def packed_expert_tile(tile_m: int, num_tiles: int, n: int, sms: int) -> HopperTile:
-    """Return the tile for `num_tiles` matmuls: each multiplies `tile_m` rows by an expert's weight with `n` outputs."""
+    """Return the tile for `num_tiles` matmuls, each of `tile_m` rows and an expert's weight with `n` outputs."""
     outputs = 64 if num_tiles * -(-n // 128) < 2 * sms else 128
     return _with_stages(tile_m, outputs, 1, programs=2 if tile_m <= 64 else 1)
 
@@ -138,7 +138,7 @@ def qkv_norm_rope_store(x, layer, qk_norm_rope, slot_mapping: torch.Tensor, cach
     """In one kernel, compute the qkv matmul of the `NormInput` x, then `norm_rope_and_store`.
 
     Return `NotImplemented` if there is no such kernel, if separate kernels are as fast, or if CUDA graphs may contain
-    steps of this size. Graphs pad steps, but a step must use the same kernels with and without graphs. Different
+    steps of this size. A step must use the same kernels with graphs, which pad steps, as without graphs. Different
     kernels add values in different orders, which might lead to different tokens.
     """
     if isinstance(x, torch.Tensor) or len(x) <= MAX_CAPTURED_ROWS or not has_hopper_kernels():

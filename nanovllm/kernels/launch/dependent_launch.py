@@ -5,17 +5,17 @@ contract:
 
 - The kernel lets the next kernel start immediately (`gdc_launch_dependents`). The kernel waits (`gdc_wait`) until the
   previous kernel is complete and that kernel's writes are visible. A program without work may return without waiting,
-  but at least one program must wait. So when a kernel is complete, all earlier kernels are complete too.
-- Before the kernel waits, it writes nothing. Before its wait, the kernel may prefetch any address, but may read only
-  memory that no running kernel writes: weights, and the results of kernels that were launched before the last ordinary
-  launch.
+  but at least one program must wait. When a kernel is complete, all earlier kernels are therefore complete too.
+- Before the kernel waits, it writes nothing. Before its wait, the kernel may prefetch any address, but must not read
+  memory that a running kernel writes. It may read weights, and the results of kernels that were launched before the
+  last ordinary launch.
 
 An ordinary launch starts when all earlier kernels are complete. A dependent kernel can start while kernels after the
 last ordinary launch are running. Before its wait, a dependent kernel might not see the results of the last ordinary
 launch.
 
-The last ordinary launch before attention is the embedding or a later library kernel. So before its wait, attention may
-read `cos_sin`, the slot mapping, block tables and lengths, which earlier launches have computed.
+The last ordinary launch before attention is the embedding or a later library kernel. Before its wait, attention may
+therefore read `cos_sin`, the slot mapping, block tables and lengths, which earlier launches have computed.
 `@dependent_kernel(early=...)` declares a kernel's reads before the wait, and rejects a kernel that breaks the contract
 (launch_contract.py).
 
@@ -77,7 +77,7 @@ def gdc_wait(PDL: tl.constexpr):
 def gdc_launch_and_wait(PDL: tl.constexpr):
     """Let the next kernel start, then wait for the previous kernel.
 
-    Kernels that do nothing before the wait start with this call.
+    Kernels that do nothing before the wait begin with this call.
     """
     gdc_launch_dependents(PDL)
     gdc_wait(PDL)
@@ -89,8 +89,8 @@ _launched: ContextVar[list | None] = ContextVar("launched", default=None)  # ker
 class _Loaders(ThreadPoolExecutor):
     """A pool of threads that compile kernels and load them onto the device.
 
-    To load a kernel, Triton 3.6 also compiles a C module. All these modules have the same name, so a lock ensures that
-    only one kernel is loaded at a time.
+    To load a kernel, Triton 3.6 also compiles a C module. The C modules of all kernels have the same name, so a lock
+    ensures that only one kernel is loaded at a time.
     """
 
     lock = Lock()
@@ -153,9 +153,9 @@ def launch(kernel: DependentKernel, grid: tuple[int, ...], device: torch.device,
 
     Usage: `launch(kernel, grid, device)(*arguments, **constants)`.
 
-    `shared` is the percentage of a multiprocessor's L1 memory that becomes shared memory instead of cache. `None` lets
-    the driver choose. Kernels overlap only if they have the same percentage `shared`. Kernels for small batches need
-    little shared memory.
+    `shared` is the percentage of a multiprocessor's L1 memory that is used as shared memory instead of as cache. `None`
+    lets the driver choose. Kernels overlap only if they have the same percentage `shared`. Kernels for small batches
+    need little shared memory.
     """
     run = launch_ordinary(kernel.jit, grid)
     if not has_tma(device) or IS_TRITON_3_4:
@@ -179,6 +179,6 @@ def launch_ordinary(jit, grid: tuple[int, ...]):
 
 @cache
 def _prefer_shared_memory(function: int, percentage: int) -> None:
-    """Set a compiled kernel's preferred percentage of shared memory, a hint whose failures are ignored."""
+    """Set a compiled kernel's preferred percentage of shared memory. This is only a hint, so errors are ignored."""
     attribute = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
     ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), attribute, percentage)

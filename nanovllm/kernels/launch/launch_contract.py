@@ -1,7 +1,7 @@
-"""Checks the source of a dependent kernel: what the kernel does before it waits (see dependent_launch.py).
+"""Checks, in the source of a dependent kernel, what the kernel does before it waits (see dependent_launch.py).
 
 The check runs when the kernel is defined, and assumes that the constexpr `PDL` is `True`. Pointer parameters are named
-`*_ptr`, tuples of pointers `*_ptrs`, and tensor descriptors `*_tiles`. The check follows the addresses in these
+`*_ptr`, tuples of pointers `*_ptrs`, and tensor descriptors `*_tiles`. The check follows the addresses in pointer
 parameters through assignments and into called functions.
 """
 
@@ -19,8 +19,8 @@ PREFETCH = "prefetch_rows"  # only fills the L2 cache: the kernel reads the valu
 
 
 def check_early_reads(function: Callable, early: tuple[str, ...]) -> None:
-    """Require that a kernel waits and, before the wait, writes nothing and reads exactly the parameters `early`.
-    Otherwise, raise AssertionError.
+    """Raise AssertionError if a kernel breaks the contract. The kernel must wait. Before the wait, the kernel must
+    write nothing, and read exactly the parameters `early`.
     """
     body = _Body(function)
     waits = body.run(body.node.body)
@@ -34,7 +34,7 @@ def check_early_reads(function: Callable, early: tuple[str, ...]) -> None:
 class _Body:
     """The body of a kernel, or of a function that a kernel calls.
 
-    `run` collects, in `reads`, the pointer parameters that the body reads before the wait.
+    `run` adds to `reads` the pointer parameters that the body reads before the wait.
     """
 
     def __init__(self, function: Callable, roots_of_arguments: list[set[str]] | None = None):
@@ -81,7 +81,7 @@ class _Body:
                 raise AssertionError(f"{self.function.__name__}: waits only under a condition")
 
     def assign(self, targets: Sequence[ast.expr], roots: set[str]) -> None:
-        """Add `roots` to the roots of each assigned name.
+        """Add `roots` (pointer parameters) to the roots of each assigned name.
 
         Old roots stay, because the assignment might be in a branch that does not run.
         """
@@ -91,7 +91,7 @@ class _Body:
                     self.roots[node.id] = self.roots.get(node.id, set()) | roots
 
     def address_roots(self, node: ast.AST) -> set[str]:
-        """Add the pointer parameters whose memory `node` reads to `self.reads`.
+        """Add to `self.reads` the pointer parameters whose memory `node` reads.
 
         Return the pointer parameters from which addresses in `node` are derived.
         """
@@ -146,7 +146,7 @@ def _functions_of(file: str) -> dict[int, ast.FunctionDef]:
 
 
 def _called(node: ast.AST) -> str:
-    """Return what follows the last dot in a called function's name, or "" if `node` is not a call."""
+    """Return the last part of a called function's dotted name, or "" if `node` is not a call."""
     if not isinstance(node, ast.Call):
         return ""
     return node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)

@@ -1,7 +1,7 @@
 """RMS norm kernels.
 
-The kernels can add split-K summands and a residual before the norm, and can quantize the norm's result. Before the
-residual is added, a separate norm may be applied to the sum of the summands.
+The kernels can add split-K summands and a residual before the norm, and can quantize the norm's result. A separate norm
+may be applied to the sum of the summands, before the residual is added.
 """
 
 import torch
@@ -77,8 +77,8 @@ def rms_norm(
     x, the residual and the result are [T, N] and contiguous. Without a residual, normalize x. With `split_k` > 1, x is
     [split_k, T, N], to be summed over the first dimension.
 
-    `own_norm` is (weight [N], factor [1]), each of which may be None. With a weight, the norm of x replaces x before
-    the residual is added. With a factor, x is then multiplied by the factor.
+    `own_norm` is (weight [N], factor [1]). The weight and the factor may be None. With a weight, the norm of x replaces
+    x before the residual is added. With a factor, x is then multiplied by the factor.
     """
     out = torch.empty(x.shape[-2:], dtype=x.dtype, device=x.device)
     _store_norm(x, weight, eps, residual, split_k, x.shape[-1], (out, None), 0, own_norm)

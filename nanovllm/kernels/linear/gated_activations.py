@@ -1,4 +1,4 @@
-"""Gated activations (alone, or in one kernel with the preceding matmul), and sigmoid gates."""
+"""Gated activations, alone or in one kernel with the preceding matmul. Also sigmoid gates."""
 
 import torch
 import triton
@@ -37,7 +37,7 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor, act: Activation) -> torc
     """Compute `gated_activation` of x W^T in one kernel. Return [T, N / 2] for x [T, K] and weight [N, K].
 
     Results are rounded as in separate kernels. Return `NotImplemented` if no kernel supports the operands, or if the
-    tiles would leave too much of the GPU idle.
+    tiles would leave many multiprocessors idle.
     """
     n, k = weight.shape
     if (

@@ -25,8 +25,9 @@ class Inputs(NamedTuple):
 class RowAdapter(NamedTuple):
     """A low-rank adapter of a linear layer for a single row (see lora/).
 
-    An adapter has a part for each of the layers that the linear layer merges. Each part has a multiple of MAX_OUTPUTS
-    outputs. The size of `h` for one part, splits * R, is at most the `tile_k` of `gemv_tiles`.
+    The linear layer may merge several layers, and an adapter has one part for each of them. The number of outputs of
+    each part is a multiple of MAX_OUTPUTS. `splits * R`, the number of elements of `h` per part, is at most the
+    `tile_k` of `gemv_tiles`.
     """
 
     h: torch.Tensor  # [splits, 1, parts * R] float32: summands of A x
@@ -55,9 +56,9 @@ def _part_of(adapter_ptrs, n, SHAPE: tl.constexpr):
 
 @triton.jit
 def _adapter_summands(adapter_ptrs, part, n, is_n, k, N, SHAPE: tl.constexpr):
-    """Return a tile [tile_n, tile_k] whose row sums are B (A x), for outputs n of one part of a layer with N outputs.
+    """Return a tile [tile_n, tile_k] whose row sums are the adapter's results B (A x), for the outputs n of one part.
 
-    Column k contains the products for one row of A and one split of A x.
+    The layer has N outputs. Column k contains the products for one row of A and one split of A x.
     """
     slot = tl.load(adapter_ptrs.slot)
     existing = tl.maximum(slot, 0)
@@ -77,7 +78,7 @@ def _load_if(ptr, at, inside, OTHERWISE: tl.constexpr):
 
 @triton.jit
 def _load_input(x_ptrs, norm_weight, k, inside):
-    """Return a tile of the input row times the norm's weight, and the squares of the unweighted tile."""
+    """Return a tile of the input row times the norm's weight, and a tile of the squared row."""
     x = tl.load(x_ptrs.x + k, inside, 0.0).to(tl.float32)
     if x_ptrs.residual is not None:
         total = x + tl.load(x_ptrs.residual + k, inside, 0.0).to(tl.float32)

@@ -1,7 +1,7 @@
 """Quantizes the inputs of GEMMs to e4m3, in a separate kernel or in the kernel of the preceding norm or activation.
 
-A group of inputs in a row shares a scale: 128 inputs if the weights have block scales, otherwise the whole row. Without
-a tensor for scales, the functions store unquantized results.
+Each group of inputs in a row has one scale. A group is 128 inputs if the weights have block scales, otherwise the whole
+row. If there is no tensor for scales, the functions store unquantized results.
 """
 
 from typing import NamedTuple
@@ -31,7 +31,7 @@ class Groups(NamedTuple):
 
 @triton.jit
 def positions_of(first_group, GROUPS: tl.constexpr):
-    """For each element of groups [count, width], return the element's position in the row, and whether it exists."""
+    """For the elements of groups [count, width], return their positions in the row, and a mask of those that exist."""
     col = tl.arange(0, GROUPS.width)[None, :]
     at = (first_group + tl.arange(0, GROUPS.count))[:, None] * GROUPS.size + col
     return at, (at < GROUPS.n) & (col < GROUPS.size)
@@ -39,9 +39,9 @@ def positions_of(first_group, GROUPS: tl.constexpr):
 
 @triton.jit
 def store_groups(x, out_ptrs, row, first_group, stride, GROUPS: tl.constexpr):
-    """Store the groups x [count, width] of a row, from group `first_group` on. Quantize the groups if there are scales.
+    """Store the groups x [count, width] of a row, starting with group `first_group`.
 
-    x must be 0 where no element exists.
+    Quantize the groups if there are scales. Elements of x that do not exist in the row must be 0.
     """
     out_ptr, scale_ptr = out_ptrs
     group = first_group + tl.arange(0, GROUPS.count)
@@ -79,7 +79,7 @@ def empty_rows(num_rows: int, n: int, group: int, like: torch.Tensor) -> Quantiz
 
 
 def outputs_of(rows: QuantizedRows) -> tuple[tuple[torch.Tensor, torch.Tensor], int]:
-    """Return the tensors of `rows` that kernels write, and the stride between scales of adjacent groups."""
+    """Return the tensors of `rows` for kernels to write, and the stride between the scales of adjacent groups."""
     return (as_loadable(rows.values), rows.scales), rows.scales.stride(1)
 
 

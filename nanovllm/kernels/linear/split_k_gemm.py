@@ -63,7 +63,7 @@ def _tile_m(m: int, weight: torch.Tensor) -> int:
 def _is_for_hopper(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether hopper_gemm.py should compute this GEMM when K is split.
 
-    If there are at most twice as many inputs as outputs, adding the summands takes as much time as the split saves.
+    With at most twice as many inputs as outputs, adding the summands takes as much time as the split saves.
     """
     is_large = MAX_ROWS // 2 < len(x) <= MAX_ROWS and weight.numel() > FEW_WEIGHTS
     return is_large and weight.shape[1] > 2 * len(weight) and x.dtype != torch.float32 and has_hopper_kernels()
@@ -92,9 +92,9 @@ def choose_split_k(x: torch.Tensor, weight: torch.Tensor, max_split_k: int) -> i
 def scaled_tiles(num_rows: int, columns: int, sms: int) -> Tiles:
     """Return the tiles for 8-bit weights. `columns` is the number of outputs times the number of splits.
 
-    A multiprocessor runs two programs at a time. If a multiprocessor gets only one program, that program keeps more
-    loads in flight. For 17 to 64 rows, tiles are twice as wide if such tiles still occupy more than 90% of the
-    multiprocessors, with one tile each. Wider tiles halve the reads of x.
+    A multiprocessor runs two programs at a time. If there is at most one program per multiprocessor, each program keeps
+    more loads in flight. For 17 to 64 rows, tiles are twice as wide if more than 90% of the multiprocessors still get
+    one tile, and none gets two. Tiles of twice the width halve the reads of x.
     """
     tile_m = tile_m_of(num_rows)
     tile_n = 2 * TILE_N if 16 < num_rows <= 64 and 0.9 * sms < columns / (2 * TILE_N) <= sms else TILE_N

@@ -27,7 +27,7 @@ class Tiles(NamedTuple):
 class Shape(NamedTuple):
     """The number of inputs of a matmul, and how many of them share a scale, as a compile-time constant.
 
-    Without scales, a block is one row of the weight, so that kernels are not compiled for each number of outputs.
+    Without scales, a block is one row of the weight, so that a single kernel serves all numbers of outputs.
     """
 
     k: int
@@ -66,7 +66,7 @@ def values_and_scales(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None
 def operands_of(x: torch.Tensor | QuantizedRows, weight: Weight) -> tuple[torch.Tensor, torch.Tensor, Scales, Shape]:
     """Return the arguments that pass activations x and a weight [.., N, K] to a kernel.
 
-    The arguments are the elements of x, the elements of the weight, all scales, and the shape.
+    The arguments are the elements of x, the elements of the weight, the scales of both, and the shape.
     """
     values, scales = values_and_scales(weight)
     values, shape = as_loadable(values), shape_of(values, scales)
@@ -121,7 +121,10 @@ def scale_of(largest):
 
 @triton.jit
 def as_factor(x):
-    """Convert e4m3 bits to float16, so that `tl.dot` computes the same results as FP8 units. Return e4m3 unchanged."""
+    """Convert e4m3 bits to float16, so that `tl.dot` computes the same results as FP8 units.
+
+    Return tensors in e4m3 unchanged.
+    """
     if x.dtype == tl.uint8:
         x = decode_e4m3(x, tl.float16)
     return x
@@ -178,9 +181,10 @@ def times_scales(y, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES: tl.co
 
 @triton.jit
 def add_product(acc, w, x, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES: tl.constexpr):
-    """Return acc [tile_n, M] + w [tile_n, C] x [C, M]. If there are scales, `times_scales` applies them to w x.
+    """Return acc [tile_n, M] + w [tile_n, C] x [C, M].
 
-    `begin` is the index of the first of the C inputs.
+    If there are scales, `times_scales` applies the scales to the product w x. `begin` is the index of the first of the
+    C inputs.
     """
     if w_scales[0] is None:
         acc = tl.dot(w, x, acc, input_precision="ieee")
@@ -193,8 +197,8 @@ def add_product(acc, w, x, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES
 def columns_of_parts(TILE_K: tl.constexpr, BLOCK_K: tl.constexpr, MAX_LANE: tl.constexpr):
     """Return the column indices of a tile, divided into [parts, LANE] for a matrix-vector multiplication.
 
-    A part lies within one block of weights that share a scale, so LANE is the smaller of MAX_LANE and the block's
-    width. Each thread holds the same parts of the weights and of x, so threads exchange few values.
+    All weights of a part share a scale, so LANE is at most the width of a block. Each thread holds matching parts of
+    the weights and of x, so threads exchange few values.
     """
     LANE: tl.constexpr = BLOCK_K if BLOCK_K < MAX_LANE else MAX_LANE
     return tl.arange(0, TILE_K // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]

@@ -10,7 +10,7 @@ WIDTH = tl.constexpr(sampling_columns.WIDTH)
 
 
 def column_constants(*names: str) -> list[tl.constexpr]:
-    """Return column indices as constants that kernels can use as globals."""
+    """Return column indices as constants that kernels can read as global variables."""
     return [tl.constexpr(column_index(name)) for name in names]
 
 

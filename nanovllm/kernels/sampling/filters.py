@@ -2,7 +2,7 @@
 
 The vocabulary is divided into tiles. The maxima of all tiles show which few tiles contain logits above a bound. A
 search finds the smallest logit that the filters keep. Each iteration divides the remaining interval into four parts. If
-not all tokens with the smallest logit are kept, one more pass finds the last kept token.
+only some of the tokens with that logit are kept, one more pass finds the last kept token.
 """
 
 from typing import NamedTuple
@@ -33,7 +33,7 @@ class Row(NamedTuple):
 
 @triton.jit
 def _list_tiles(row, bound):
-    """Store a list, in ascending order, of the tiles with a logit >= `bound`. Return the length of the list."""
+    """Store an ascending list of the tiles that contain a logit >= `bound`. Return the length of the list."""
     is_listed = (row.tile_maxima >= bound).to(tl.int32)
     tl.debug_barrier()  # all threads have read the previous list
     at = row.tiles_ptr + tl.cumsum(is_listed, 0) - 1
@@ -78,7 +78,7 @@ def _sum_above(row, bound_1, bound_2, bound_3, BY_MASS: tl.constexpr):
 
 @triton.jit
 def _key(x, LOW: tl.constexpr):
-    """Round a number down to the logits' dtype. Return the result's position in the order of that dtype's numbers."""
+    """Round a number down to the logits' dtype. Return the position of the result among all numbers of that dtype."""
     return (ordered_bits(x.to(tl.int32, bitcast=True)) >> LOW).to(tl.int64)
 
 
@@ -90,7 +90,7 @@ def _value(key, LOW: tl.constexpr):
 
 @triton.jit
 def _probe(quarters, iteration, low, high, row, LOW: tl.constexpr):
-    """Return the key between `low` and `high`, at `quarters` / 4 of their distance.
+    """Return the key at `quarters` / 4 of the distance from `low` to `high`.
 
     The first four iterations measure the distance in logits. Later iterations measure the distance in keys, because
     floating-point numbers are densest around 0.
@@ -103,10 +103,10 @@ def _probe(quarters, iteration, low, high, row, LOW: tl.constexpr):
 
 @triton.jit
 def _search(row, lower_bound, target, BY_MASS: tl.constexpr, LOW: tl.constexpr):
-    """Find the smallest number >= `lower_bound` for which the amount above the number is less than `target`.
+    """Find the smallest number >= `lower_bound` such that fewer than `target` logits exceed it.
 
-    Return the number and the amount, which is a count of logits or, with BY_MASS, the sum of their weights (see
-    `_sum_above`).
+    With BY_MASS, the sum of the weights of these logits (see `_sum_above`) must be less than `target`. Return the
+    number, and the count (or the sum of the weights) of the logits above it.
     """
     low, high = _key(lower_bound, LOW), _key(row.max, LOW)
     above = 0.0  # the amount above `high`

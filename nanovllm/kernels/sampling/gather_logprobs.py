@@ -57,5 +57,5 @@ def token_logprobs(logits, token_ids, temperatures=None) -> tuple[torch.Tensor, 
 
 
 def log_sums_and_ranks(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return, for each row of logits [S, vocabulary], the log-sum-exp [S] float32 and the token's rank [S] int32."""
+    """Return each row's log-sum-exp [S] float32 and token rank [S] int32. `logits` is [S, vocabulary]."""
     return _compute(logits, token_ids, None)[1:]

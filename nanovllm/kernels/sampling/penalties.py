@@ -1,8 +1,8 @@
 """Logit biases, penalties, allowed ids and bad words, as defined in features/logit_edits.py.
 
 Each program processes one row at a time, with one counter per token id, all zero at first. First, the program counts
-the row's tokens. Then each thread replaces a token's counter with zero, and gets the previous count. The first thread
-for a token gets the token's count, and edits the token's logit. At the end, all counters are zero again. The kernel
+the row's tokens. Then each thread atomically reads a token's counter and sets the counter to zero. The first thread to
+reach a token reads the token's count, and edits the token's logit. At the end, all counters are zero again. The kernel
 skips rows whose logits need no edit.
 """
 
@@ -42,7 +42,7 @@ def _token_ids(at, tokens, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def _ban_unset(x_ptr, mask_ptr, vocab_size, TILE: tl.constexpr):
-    """Set the logit of each id to -inf if the id's bit in the mask is 0."""
+    """Set the logits to -inf for all token ids whose bit in the mask is 0."""
     for first in range(0, vocab_size, TILE):
         ids = first + tl.arange(0, TILE)
         words = tl.load(mask_ptr + ids // 32, ids < vocab_size, -1)

@@ -57,7 +57,10 @@ def seeds(params):
 
 
 def temperatures_of(seqs: Any) -> list[float]:
-    """Return the temperature of each sequence. Temperatures that are too small to divide by become 0 (greedy)."""
+    """Return the temperature of each sequence.
+
+    A temperature that is too small to divide by becomes 0 (greedy sampling).
+    """
     return [seq.temperature if seq.temperature >= GREEDY_BELOW else 0.0 for seq in seqs]
 
 
