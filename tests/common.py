@@ -280,20 +280,30 @@ def remove_registered_features():
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory) -> str:
-    """Return the folder of a model for tests with many steps, which take a quarter of the usual time.
+    """Return the folder of a model for tests with many steps. A step takes an eighth of the bundled model's time."""
+    return write_small_model(tmp_path_factory.mktemp("small") / "model", num_layers=1)
 
-    It has half the layers and a quarter of the width of the bundled model. Its random weights are so large that each
-    token depends on all tokens before it.
+
+@pytest.fixture(scope="session")
+def two_layer_model(tmp_path_factory) -> str:
+    """Return the folder of a small model for tests of what differs from layer to layer."""
+    return write_small_model(tmp_path_factory.mktemp("small") / "model", num_layers=2)
+
+
+def write_small_model(folder: Path, num_layers: int) -> str:
+    """Write a model with few layers and a quarter of the bundled model's width.
+
+    The random weights are so large that each token depends on all tokens before it.
     """
-    folder = tmp_path_factory.mktemp("small") / "model"
     shutil.copytree(TINY, folder)
     config = json.loads((folder / "config.json").read_text())
     config |= {name: config[name] // 4 for name in ("hidden_size", "head_dim", "intermediate_size")}
-    config |= {"num_hidden_layers": 2, "layer_types": config["layer_types"][:2]}
+    left_out = tuple(f"model.layers.{i}." for i in range(num_layers, config["num_hidden_layers"]))
+    config |= {"num_hidden_layers": num_layers, "layer_types": config["layer_types"][:num_layers]}
     (folder / "config.json").write_text(json.dumps(config))
-    random, weights = torch.Generator().manual_seed(0), {}
+    random, weights = torch.Generator().manual_seed(1), {}
     for name, tensor in load_file(folder / "model.safetensors").items():
-        if not name.startswith(("model.layers.2.", "model.layers.3.")):
+        if not name.startswith(left_out):
             shape = [size if size == config["vocab_size"] else size // 4 for size in tensor.shape]
             is_norm = len(shape) == 1
             weights[name] = torch.ones(shape) if is_norm else torch.randn(shape, generator=random) * 2 / shape[1] ** 0.5

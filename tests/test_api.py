@@ -398,6 +398,6 @@ def test_exit_frees_the_weights_at_once(make_llm):
     gc.disable()
     try:
         llm.exit()
-        assert len(weights) > 15 and not any(weight() is not None for weight in weights)
+        assert len(weights) == 10 and not any(weight() is not None for weight in weights)
     finally:
         gc.enable()

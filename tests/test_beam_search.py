@@ -20,9 +20,9 @@ def prompts(chat, tokenizer) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def random_model(small_model, tmp_path_factory) -> str:
+def random_model(two_layer_model, tmp_path_factory) -> str:
     """Beams end at any length."""
-    return with_end_ids(small_model, tmp_path_factory.mktemp("random"), 8)
+    return with_end_ids(two_layer_model, tmp_path_factory.mktemp("random"), 8)
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +85,9 @@ def test_sequences_and_scores_are_transformers(
 
 
 @pytest.fixture(scope="module")
-def alone(small_model, prompts) -> tuple[list[list[list[int]]], list[list[int]]]:
+def alone(two_layer_model, prompts) -> tuple[list[list[list[int]]], list[list[int]]]:
     """The beams of each prompt, and the greedy answers to the first two, where there is space for all of them."""
-    with LLM(small_model, dtype="float32", device="cpu") as llm:
+    with LLM(two_layer_model, dtype="float32", device="cpu") as llm:
         beams = [[beam.token_ids for beam in x.outputs] for x in llm.beam_search(prompts, BeamSearchParams(4, 12))]
         greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
         return beams, [x.token_ids for x in llm.generate(prompts[:2], greedy, use_tqdm=False)]
@@ -104,10 +104,10 @@ def alone(small_model, prompts) -> tuple[list[list[list[int]]], list[list[int]]]
     ],
     ids=str,
 )
-def test_beams_are_the_same_everywhere(make_llm, small_model, prompts, alone, settings, async_scheduling):
+def test_beams_are_the_same_everywhere(make_llm, two_layer_model, prompts, alone, settings, async_scheduling):
     """Where blocks, rows or a step's tokens do not suffice for all beams, and beside other requests."""
     params, (expected, expected_greedy) = BeamSearchParams(4, 12), alone
-    llm = make_llm(small_model, kvcache_block_size=16, async_scheduling=async_scheduling, **settings)
+    llm = make_llm(two_layer_model, kvcache_block_size=16, async_scheduling=async_scheduling, **settings)
     greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     ids = [llm.add_request(prompt, greedy) for prompt in prompts[:2]]
     assert [[beam.token_ids for beam in x.outputs] for x in llm.beam_search(prompts, params)] == expected

@@ -344,7 +344,7 @@ def rounded(monkeypatch):
     ids=["plain", "preemption", "chunks"],
 )
 def test_the_same_bits_as_a_cache_of_rounded_numbers(
-    make_llm, small_model, prompts, rounded, dtype, async_scheduling, settings
+    make_llm, two_layer_model, prompts, rounded, dtype, async_scheduling, settings
 ):
     """Tokens, logprobs and beams; with prefix hits, preemption, chunks, several answers and copies of blocks."""
     results = []
@@ -352,7 +352,7 @@ def test_the_same_bits_as_a_cache_of_rounded_numbers(
         if kv_cache_dtype == "auto":
             rounded()
         settings = SMALL | settings | dict(dtype=dtype, async_scheduling=async_scheduling)
-        llm = make_llm(small_model, kv_cache_dtype=kv_cache_dtype, **settings)
+        llm = make_llm(two_layer_model, kv_cache_dtype=kv_cache_dtype, **settings)
         outputs = generate_by_steps(llm, [(p, params) for p in prompts for params in (GREEDY, SEEDED)])
         outputs += generate_by_steps(llm, [(prompt, GREEDY) for prompt in prompts[-4:]])
         assert outputs[-2]["num_cached_tokens"] >= 96

@@ -474,8 +474,8 @@ def test_forms_are_the_same_head(make_llm, tmp_path, drafted):
 
 
 @pytest.fixture(scope="module")
-def bigrams(small_model, tmp_path_factory) -> tuple[str, Path]:
-    return make_bigrams(small_model, tmp_path_factory.mktemp("bigrams"))
+def bigrams(two_layer_model, tmp_path_factory) -> tuple[str, Path]:
+    return make_bigrams(two_layer_model, tmp_path_factory.mktemp("bigrams"))
 
 
 def make_bigrams(model: str, folder: Path, num_heads: int = 1) -> tuple[str, Path]:
@@ -506,15 +506,15 @@ def make_bigrams(model: str, folder: Path, num_heads: int = 1) -> tuple[str, Pat
 
 
 @pytest.mark.parametrize("schedule, async_scheduling", [("preemptions", False), ("chunks", True)])
-def test_not_one_token_differs(make_llm, bigrams, small_model, tmp_path, schedule, async_scheduling):
+def test_not_one_token_differs(make_llm, bigrams, two_layer_model, tmp_path, schedule, async_scheduling):
     """Whether all drafts are right, or hardly any."""
     model, right = bigrams
-    wrong = write_head(tmp_path / "wrong", "authors", target=small_model, layer_ids=[0, 1, 1])
+    wrong = write_head(tmp_path / "wrong", "authors", target=two_layer_model, layer_ids=[0, 1, 1])
     rng = random.Random(schedule)
     prompts = prompts_of(rng, SHORT_PROMPTS if schedule == "preemptions" else PROMPT_LENGTHS)[:7]
     params = [replace(x, max_tokens=min(x.max_tokens, 40)) for x in (params_of(rng, i) for i in range(len(prompts)))]
     settings = SETTINGS | SCHEDULES[schedule] | dict(async_scheduling=async_scheduling)
-    for target, head in ((model, right), (small_model, wrong)):
+    for target, head in ((model, right), (two_layer_model, wrong)):
         llm = make_llm(target, **settings)
         expected = answers(llm.generate(prompts, params, use_tqdm=False))
         llm.exit()

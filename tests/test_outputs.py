@@ -341,7 +341,8 @@ def check_logprobs(llm: LLM, dicts: list[dict], ids: list[int], expected: torch.
             assert logprob.logprob == pytest.approx(row[i].item(), abs=2e-4)
             assert logprob.rank == 1 + (row > row[i]).sum() or row[i].isclose(row, atol=1e-4, rtol=0).sum() > 1
             text = llm.tokenizer.decode([i])
-            assert logprob.decoded_token == text or "\ufffd" in text  # of a part of a character, as a random model has
+            # the model is random, so a token may be part of a character, or follow part of one
+            assert logprob.decoded_token == text or "\ufffd" in text + logprob.decoded_token
 
 
 @pytest.mark.parametrize(

@@ -74,9 +74,9 @@ def requests(chat, tokenizer) -> list[tuple[list[int], int]]:
 
 
 @pytest.fixture(scope="module")
-def random_model(small_model, tmp_path_factory) -> str:
+def random_model(two_layer_model, tmp_path_factory) -> str:
     """Half of its answers end within 80 tokens."""
-    return with_end_ids(small_model, tmp_path_factory.mktemp("random"), 128)
+    return with_end_ids(two_layer_model, tmp_path_factory.mktemp("random"), 128)
 
 
 class Reference:

@@ -139,7 +139,7 @@ def asks() -> list[dict]:
         {"min_tokens": 12, "frequency_penalty": 1.0, "logit_bias": {EOS: 30.0}},
         {"repetition_penalty": 0.9, "presence_penalty": -0.5},
         {"allowed_token_ids": [*range(256, 2040, 7)], "frequency_penalty": 0.3},
-        {"bad_words": ["MIO", " earth", "the", "ing"], "allowed_token_ids": [*range(2046)]},
+        {"bad_words": ["MIO", " earth", "the", " sun"], "allowed_token_ids": [*range(2046)]},
     ]
 
 
@@ -187,7 +187,7 @@ def test_penalties_and_biases(make_llm, prompts, asks, penalized, world, async_s
     assert sum(answer["num_cached_tokens"] for answer in answers) > 0 or world in ("defaults", "few blocks")
     assert len(penalized[4]) == 21 and len(penalized[6]) == 13  # min_tokens, and the end that they wished for
     assert {*penalized[8]} <= {*asks[8]["allowed_token_ids"]} and len({*penalized[8]}) > 5
-    assert not any(word in answers[9]["text"] for word in ("MIO", "earth", " the ", "ing"))
+    assert not any(word in answers[9]["text"] for word in ("MIO", "earth", " the ", " sun"))
     if world == "defaults":  # each of the parameters changes the answer
         plain = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=40), use_tqdm=False)
         assert all((answer["token_ids"] == mine) == (not ask) for answer, mine, ask in zip(plain, penalized, asks))

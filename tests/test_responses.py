@@ -212,16 +212,16 @@ def test_items_are_messages(client, server, offline, monkeypatch, given, message
 
 
 def test_incomplete(client):
-    response = create(client, input="Tell me a story.", max_output_tokens=5)
+    response = create(client, input="Count to ten.", max_output_tokens=5)
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert response.output[0].status == "incomplete" and response.usage.output_tokens == 5
-    events = stream(client, input="Tell me a story.", max_output_tokens=5)
+    events = stream(client, input="Count to ten.", max_output_tokens=5)
     assert events[-1].type == "response.incomplete" and events[-1].response.status == "incomplete"
     cut = events[-1].response.output[0]
     assert cut.content[0].text == response.output_text
     # a message that was cut is continued if it comes last
-    both = create(client, input="Tell me a story.", max_output_tokens=10).output_text
-    given = [{"role": "user", "content": "Tell me a story."}, response.output[0].model_dump(exclude_none=True)]
+    both = create(client, input="Count to ten.", max_output_tokens=10).output_text
+    given = [{"role": "user", "content": "Count to ten."}, response.output[0].model_dump(exclude_none=True)]
     assert response.output_text + create(client, input=given, max_output_tokens=5).output_text == both
 
 

@@ -208,21 +208,21 @@ BROKEN = [
 
 
 @pytest.fixture(scope="module")
-def engine_for_bad_weights(small_model):
+def engine_for_bad_weights(two_layer_model):
     """After each of these tests it has its weights again."""
-    with LLM(small_model, dtype="float32", device="cpu") as llm:
+    with LLM(two_layer_model, dtype="float32", device="cpu") as llm:
         yield llm
 
 
 @pytest.mark.parametrize("weights, error, message", BROKEN)
-def test_bad_weights(engine_for_bad_weights, small_model, weights, error, message):
+def test_bad_weights(engine_for_bad_weights, two_layer_model, weights, error, message):
     """Before anything is written an error changes nothing; afterwards, the engine waits for all weights."""
     llm = engine_for_bad_weights
     before = answers(llm)
     with pytest.raises(error, match=message):
         llm.load_weights(weights.items())
     assert answers(llm) == before
-    good = dict(weights_of(small_model))
+    good = dict(weights_of(two_layer_model))
     with pytest.raises(error, match=message):
         llm.load_weights([("model.embed_tokens.weight", good["model.embed_tokens.weight"]), *weights.items()])
     for refused in (lambda: answers(llm), lambda: llm.add_request(PROMPTS[0]), llm.step, lambda: next(llm.stream("a"))):
@@ -301,10 +301,10 @@ def test_abort_and_go_on_from_the_tokens(make_llm):
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_keep_and_go_on_with_new_weights(make_llm, small_model, tmp_path, async_scheduling):
+def test_keep_and_go_on_with_new_weights(make_llm, two_layer_model, tmp_path, async_scheduling):
     """Requests that were kept go on as those of an engine with the new weights do from their tokens."""
-    weights = perturbed(small_model, tmp_path / "new")
-    llm = make_llm(small_model, async_scheduling=async_scheduling, kvcache_block_size=16, max_num_seqs=2)
+    weights = perturbed(two_layer_model, tmp_path / "new")
+    llm = make_llm(two_layer_model, async_scheduling=async_scheduling, kvcache_block_size=16, max_num_seqs=2)
     fresh = make_llm(str(tmp_path / "new"))
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     prompts = [*PROMPTS, [9, 9, 9]]  # of which one waits
@@ -406,9 +406,9 @@ def test_what_folders_hold(tmp_path):
 
 
 @pytest.fixture
-def serve(small_model, monkeypatch):
+def serve(two_layer_model, monkeypatch):
     test_server = pytest.importorskip("test_server")
-    monkeypatch.setattr(test_server, "FOLDER", small_model)
+    monkeypatch.setattr(test_server, "FOLDER", two_layer_model)
     servers = []
 
     def start(**settings):
@@ -420,9 +420,9 @@ def serve(small_model, monkeypatch):
         server.close()
 
 
-def test_http(make_llm, serve, small_model, tmp_path):
+def test_http(make_llm, serve, two_layer_model, tmp_path):
     httpx = pytest.importorskip("httpx")
-    perturbed(small_model, tmp_path / "new")
+    perturbed(two_layer_model, tmp_path / "new")
     server = serve(enable_dev_endpoints=True, engine_settings={"logprobs_mode": "processed_logprobs"})
     with httpx.Client(base_url=server.url, timeout=30) as client:
         body = dict(prompt=PROMPTS[0], temperature=0, max_tokens=12, ignore_eos=True, return_token_ids=True)

@@ -1346,6 +1346,7 @@ def test_idle_connections_stay_open(seconds):
             assert client.recv(1) == b""
             return
         (protocol,) = server.server.server_state.connections
+        wait_for(lambda: protocol.timeout_keep_alive_task)  # set after the answer was sent
         left = protocol.timeout_keep_alive_task.when() - protocol.loop.time()
         assert seconds - 10 < left < seconds + 0.001  # the sum of two times is rounded
         client.sendall(request)
@@ -1542,10 +1543,11 @@ STREAMS = [
 
 
 @pytest.mark.parametrize("path, body, error", STREAMS, ids=[path for path, *_ in STREAMS])
-def test_streams_that_outlast_the_draining_end_with_an_error(path, body, error, caplog):
+def test_streams_that_outlast_the_draining_end_with_an_error(path, body, error, monkeypatch, caplog):
     """The body is whole, in the format of its API, and the log says what happens without a traceback."""
     with running(drain_seconds=0) as server:
-        body = {"model": MODEL, "max_tokens": 1900, "stream": True, "ignore_eos": True} | body
+        monkeypatch.setattr(server.llm.engine.scheduler, "eos_token_ids", frozenset())  # no answer ends by itself
+        body = {"model": MODEL, "max_tokens": 1900, "stream": True} | body
         with httpx.stream("POST", f"{server.url}/v1/{path}", json=body, timeout=20) as stream:
             lines = stream.iter_lines()
             next(lines)

@@ -480,7 +480,8 @@ def test_large_batches_do_not_draft(make_llm, small_model):
     """Nor does any sequence wait for its tokens then."""
     llm = make_llm(small_model, **SETTINGS, **drafting("ngram", disable_by_batch_size=3), async_scheduling=True)
     prompts = [[5, 6, 7, 8] * 4] * 6
-    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (20, 20, 20, 40, 60, 60)]
+    repeated = dict(temperature=0.0, ignore_eos=True, allowed_token_ids=[5, 6])  # so that there are drafts
+    params = [SamplingParams(max_tokens=n, **repeated) for n in (20, 20, 20, 40, 60, 60)]
     steps = []
     llm.core.on_step.append(lambda step, result: steps.append((len(step.sampled_seqs), step.tokens_per_row)))
     plain = make_llm(small_model, **SETTINGS)

@@ -781,7 +781,8 @@ def test_stop_ids_are_like_eos(llm):
     """They are allowed where the grammar may end, and only there."""
     stop = llm.tokenizer.encode("!")[0]
     output = answer(llm, params("regex", "[ab!]{3}b*", stop_token_ids=[stop], logit_bias={stop: 90}))
-    assert re.fullmatch("[ab]{3}", output.text) and output.stop_reason == stop and output.token_ids[-1] == stop
+    # the third letter may be in a token with more letters
+    assert re.fullmatch("[ab]{3}b*", output.text) and output.stop_reason == stop and output.token_ids[-1] == stop
     output = answer(llm, params("regex", "[ab]{3}", stop_token_ids=[stop], min_tokens=2, logit_bias={stop: 90}))
     assert re.fullmatch("[ab]{3}", output.text) and output.stop_reason == stop
     with pytest.raises(ValueError, match="the parameters allow no token, not even a first one"):

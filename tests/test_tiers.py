@@ -760,7 +760,7 @@ def test_beams(make_llm, make_tiered, requests):
 def test_refusals(make_llm):
     for error, settings in [
         ("swap_space=1: must be 0 with enable_prefix_caching=False", {"enable_prefix_caching": False}),
-        ("swap_space=0.001: a cache block takes", {"swap_space": 0.001, "kvcache_block_size": 4096}),
+        ("swap_space=0.0001: a cache block takes", {"swap_space": 0.0001, "kvcache_block_size": 4096}),
         ("swap_space=100000: this machine", {"swap_space": 100_000}),
         ("swap_space=-1.0: must be at least 0", {"swap_space": -1}),
     ]:
