@@ -1,16 +1,20 @@
 """The second tier of the prefix cache: blocks that leave the device come back, and nothing else changes."""
 
 import ctypes
+import gc
 import os
 import random
 import re
 import shutil
+import signal
+import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from itertools import islice
-from time import sleep
+from pathlib import Path
+from time import monotonic, sleep
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import Mock, patch
@@ -39,8 +43,10 @@ from nanovllm.tiers.block_files import BlockFiles
 from nanovllm.tiers.connector import Connector
 from nanovllm.tiers.host_blocks import HostBlocks, PinnedBlocks, row_bytes
 from nanovllm.tiers.host_tier import HostTier
+from nanovllm.tiers.shared_rows import SharedRows
 from nanovllm.tiers.tiered_blocks import use_connector
 from nanovllm.utils import cuda_driver
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 pytestmark = pytest.mark.small_model
 
@@ -55,7 +61,7 @@ class LateBlocks:
     number of questions, whatever this rank has done.
     """
 
-    def __init__(self, runner, num_rows: int):
+    def __init__(self, runner, num_rows: int, shared: None):
         self.memory, self.random, self.failures = runner.memory, runner.random, runner.failures
         self.rows: list = [None] * num_rows
         self.queues: dict[str, list] = {"put": [], "get": []}  # (number, copies, how many puts come first)
@@ -887,6 +893,30 @@ def test_order_of_streams(make_llm, streams):
     ]
 
 
+def test_rank_0_knows_when_all_ranks_have_copied(make_llm, streams):
+    """Of two ranks that share rows, the second one has streams. The first one sees the rows of both."""
+    llm, copies = make_llm(**SMALL), np.array([[5], [2]], np.int32)
+    llm.model_runner.kv_cache[:, :, 5] = torch.randn(llm.model_runner.kv_cache[:, :, 5].shape)
+    parts = dict(_cached_token_ids=llm.model_runner._cached_token_ids, caches=llm.model_runner.caches)
+    runners = [SimpleNamespace(**parts, device=torch.device("cpu"), tp=TensorParallel(rank, 2)) for rank in range(2)]
+    with open(os.memfd_create("test"), "r+b") as file:
+        place = 3, row_bytes(llm.model_runner), os.getpid(), file.fileno()
+        shared = [SharedRows(runner.tp, *place) for runner in runners]
+    first, second = HostBlocks(runners[0], 3, shared[0]), PinnedBlocks(runners[1], 3, shared[1])
+    streams.clear()
+    for number, action in enumerate(("put", "get", "put")):
+        have_ended = first.end_of_copies(number + 1)
+        for blocks, runner in ((first, runners[0]), (second, runners[1])):
+            assert not have_ended()
+            getattr(blocks, action)(runner, number, copies)
+        assert have_ended() and first.end_of_copies(number)() and not first.end_of_copies(number + 2)()
+        assert streams[-2:] == ["in waits for out", "copies on in"]  # the counter follows all copies
+        streams.clear()
+    rows = first.rows_of_ranks
+    assert rows.shape == (2, 3, row_bytes(llm.model_runner)) and rows[1].data_ptr() != second.rows.data_ptr()
+    assert rows[0, 2].any() and rows[0, 2].equal(rows[1, 2]) and not rows[:, :2].any()
+
+
 def test_embeddings(make_llm, make_tiered, requests):
     """Of a model that pools the last token, whose prompts can share beginnings."""
     prompts = [prompt for prompt, _ in requests]
@@ -964,12 +994,14 @@ def test_blocks_survive_a_restart(restarted, small_model, requests, expected, na
 
 
 @pytest.mark.gpu
-def test_blocks_survive_a_restart_on_a_gpu(make_llm, requests, monkeypatch, tmp_path):
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=TWO_GPUS)])
+def test_blocks_survive_a_restart_on_a_gpu(make_llm, requests, monkeypatch, tmp_path, num_ranks):
     """Files are written after copies to pinned memory, and read before copies from it."""
     monkeypatch.setattr(host_blocks, "HostBlocks", HostBlocks)
     sizes = SMALL | dict(model="tiny-qwen3", device="cuda", dtype="float32", kvcache_block_size=256)
     rng = random.Random(0)
     long = [([*prompt, *rng.choices(range(256, 2040), k=600)], params) for prompt, params in requests[:16]]
+    sizes["tensor_parallel_size"] = num_ranks
     expected = answers(make_llm(**sizes | {"num_kvcache_blocks": 400}), long)
     for _ in range(2):
         llm = make_llm(swap_space=1.0, swap_dir=str(tmp_path), **sizes)
@@ -979,11 +1011,79 @@ def test_blocks_survive_a_restart_on_a_gpu(make_llm, requests, monkeypatch, tmp_
     assert tiers["disk_blocks"] > 10 and tiers["lost_copies"] == 0 and sum(same) >= 0.9 * len(same)
 
 
-def test_states_and_windows_survive_a_restart(restarted, other):
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(
+    "other, num_ranks", [("states", 1), ("windows", 1), ("states", 2)], indirect=["other"], ids=lambda x: str(x)
+)
+def test_states_and_windows_survive_a_restart(restarted, other, num_ranks):
+    chosen = slice(9 if num_ranks == 1 else 5)
     for _ in range(2):
-        tokens, tiers = restarted(other.folder, other.requests[:9], num_rows=3000)
-        assert tokens == other.expected[:9]
+        tokens, tiers = restarted(other.folder, other.requests[chosen], num_rows=3000, tensor_parallel_size=num_ranks)
+        assert tokens == other.expected[chosen]
     assert tiers["disk_blocks"] > 10 and tiers["lost_copies"] == 0
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_files_of_several_ranks(restarted, small_model, requests, expected, monkeypatch, tmp_path, caplog):
+    """They contain the rows of all ranks, also of a rank that copies late, and any damage is noticed."""
+    put = HostBlocks.put
+
+    def late_put(self, runner, *arguments):
+        sleep(0.02 * runner.tp.rank)
+        put(self, runner, *arguments)
+
+    monkeypatch.setattr(HostBlocks, "put", late_put)
+    run = partial(restarted, small_model, requests[:4])
+    assert run(tensor_parallel_size=2)[0] == expected[:4]
+    tokens, tiers = run(tensor_parallel_size=2)
+    assert tokens == expected[:4] and tiers["disk_blocks"] > 10 and tiers["lost_copies"] == 0
+    for file in (tmp_path / "swap").rglob("*.block"):
+        content = bytearray(file.read_bytes())
+        content[-100] ^= 1  # in the row of the last rank
+        file.write_bytes(content)
+    tokens, tiers = run(tensor_parallel_size=2)
+    assert tokens == expected[:4] and tiers["disk_blocks"] == 0 and tiers["lost_copies"] > 0
+    assert sum("is damaged" in record.message for record in caplog.records if record.levelname == "WARNING") == 1
+    tokens, tiers = run()
+    assert tokens == expected[:4] and tiers["disk_blocks"] == 0
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("dies_in", ["a step", "exit"])
+def test_a_lost_rank(make_llm, small_model, requests, monkeypatch, tmp_path, caplog, dies_in):
+    """The engine ends within seconds, and nothing of the shared memory is left."""
+    put, sign = HostBlocks.put, tmp_path / "sign"
+
+    def deadly_put(self, runner, *arguments):
+        if runner.tp.rank and sign.exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        put(self, runner, *arguments)
+
+    def maps() -> tuple[bool, list[str]]:
+        """Return whether the rows are mapped, and what else is mapped that has a name in /dev/shm."""
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        named = [line for line in lines if "/dev/shm/" in line and not line.endswith("(deleted)")]
+        return any("memfd:nanovllm" in line for line in lines), named
+
+    monkeypatch.setattr(host_blocks, "HostBlocks", HostBlocks)
+    monkeypatch.setattr(HostBlocks, "put", deadly_put)
+    gc.collect()  # errors in earlier tests may refer to their engines
+    assert maps() == (False, [])
+    llm = make_llm(tensor_parallel_size=2, swap_space=gib(60, small_model), swap_dir=str(tmp_path / "swap"), **SMALL)
+    answers(llm, requests[:1])
+    assert maps() == (True, [])
+    sign.touch()
+    begin = monotonic()
+    if dies_in == "a step":
+        with pytest.raises(RuntimeError, match=r"rank 1 was killed \(SIGKILL\)"):
+            answers(llm, requests[1:])
+    llm.exit()
+    assert monotonic() - begin < 5 and ("rank 1 was killed" in caplog.text) == (dies_in == "exit")
+    assert maps() == (False, [])
+    threads = [thread for thread in threading.enumerate() if thread.name == "nanovllm-files"]
+    for thread in threads:
+        thread.join(1)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_bad_and_slow_files(restarted, small_model, requests, expected, monkeypatch, tmp_path, caplog):
@@ -1019,10 +1119,10 @@ def test_rows_are_read_into_when_copies_have_ended(restarted, small_model, reque
     restarted(small_model, requests[:17], num_rows=20)
     questions = []
 
-    def end_of_puts(self):
+    def end_of_copies(self, num_copies):
         return lambda: questions.append(0) or len(questions) % 3 == 0
 
-    monkeypatch.setattr(HostBlocks, "end_of_puts", end_of_puts)
+    monkeypatch.setattr(HostBlocks, "end_of_copies", end_of_copies)
     tokens, tiers = restarted(small_model, requests[:17], num_rows=20)
     assert tokens == expected[:17] and tiers["disk_blocks"] > 0 and len(questions) > 10
 
@@ -1047,7 +1147,7 @@ def test_files_are_bounded(restarted, small_model, requests, tmp_path):
 
 
 def test_files_of_other_weights_are_not_used(small_model, requests, expected, tmp_path, monkeypatch):
-    """Neither after new weights in the same engine, nor with other files or another layout."""
+    """Neither after new weights in the same engine, nor with other files, another layout, or other ranks."""
     monkeypatch.setattr(host_blocks, "HostBlocks", HostBlocks)
     model = shutil.copytree(small_model, tmp_path / "model")
     settings = SMALL | dict(dtype="float32", device="cpu", swap_dir=str(tmp_path / "swap"), swap_space=0.01)
@@ -1063,6 +1163,10 @@ def test_files_of_other_weights_are_not_used(small_model, requests, expected, tm
         llm.load_weights(changed.items())
         others = answers(llm, requests[:9])
         assert others != expected[:9] and llm.stats()["tiers"]["disk_blocks"] == 0
+        before = disk_tier.fingerprint(llm.config, llm.model_runner)
+        llm.config.resolve(tensor_parallel_size=2)  # the shapes of blocks may be the same
+        assert disk_tier.fingerprint(llm.config, llm.model_runner) != before
+        llm.config.resolve(tensor_parallel_size=1)
     tokens, num_read = run()
     assert tokens == expected[:9] and num_read > 0
     assert run(kvcache_block_size=32)[1] == run(batch_invariant=True)[1] == 0
@@ -1080,7 +1184,6 @@ def test_refused_folders(make_llm, tmp_path):
         (("swap_dir", "a" * 5000), ("swap_space", 0.01)): "can't be used",
         (("swap_dir", str(tmp_path / "a\0b")), ("swap_space", 0.01)): "can't be used",
         (("swap_dir", str(tmp_path)),): "needs swap_space",
-        (("swap_dir", str(tmp_path)), ("swap_space", 1), ("tensor_parallel_size", 2)): "tensor_parallel_size=2",
     }.items():
         with pytest.raises(ValueError, match=message):
             make_llm(**dict(settings))

@@ -27,9 +27,9 @@ class BlockFiles:
     """Stores each block in a file of its own, and deletes the least recently used files.
 
     The name of a file is the hash of the block. A file contains a header, the token ids, and the rows of bytes in which
-    the tier in host memory stores the block. `read` and `write` may be called by any thread, and all other methods only
-    by the engine's thread. Several engines may use the same folder. If one engine deletes a file, the other engines
-    fail to read the file, and compute the block again.
+    the tier in host memory stores the block. The rows of rank 0 come first. `read` and `write` may be called by any
+    thread, and all other methods only by the engine's thread. Several engines may use the same folder. If one engine
+    deletes a file, the other engines fail to read the file, and compute the block again.
     """
 
     def __init__(self, folder: Path, max_bytes: int):

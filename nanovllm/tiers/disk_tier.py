@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
@@ -53,7 +54,7 @@ class Read:
     blocks: list[CachedBlock]
     kept: list[Entry]  # entries of the other blocks, which must stay in host memory
     entries: dict[int, Entry]  # of the blocks that are read, by hash
-    rows_are_free: Callable[[], bool]  # until then, copies from the device may still write to the rows of `entries`
+    rows_are_free: Callable[[], bool]  # until then, earlier copies may still use the rows of `entries`
     futures: dict[int, Future] | None = None  # of the threads that read the files, by hash
     has_arrived: Callable[[], bool] | None = None  # of the copy to the device, which begins when all files were read
 
@@ -63,7 +64,7 @@ class DiskTier(HostTier):
 
     Threads read and write the files while steps run. A block is written after it was copied to host memory. A block
     from a file is read into host memory, and is copied from there to the device. Host memory keeps the rows of a block
-    until threads no longer use them.
+    until threads no longer use them. With several ranks, these threads of rank 0 use the rows of all ranks.
 
     The hashes of blocks contain a random number. The random number is stored in the folder, so that a later engine with
     the same weights computes equal hashes. If the prefix cache is cleared, the weights may have changed. The engine
@@ -100,7 +101,7 @@ class DiskTier(HostTier):
         for entry in kept:
             entry.num_reads += 1
         entries = {x.block_hash: Entry(x.token_ids, self._pop_rows(len(self._ids_of_rows(x)))) for x in missing}
-        read = Read(blocks, kept, entries, self._runner.host_blocks.end_of_puts())
+        read = Read(blocks, kept, entries, self._end_of_copies())
         if not all(entry.rows for entry in entries.values()):
             self._release(read)
             raise OSError("host memory is too small for the blocks of a prefix")
@@ -118,16 +119,16 @@ class DiskTier(HostTier):
         self._files = None
         super().clear()
 
-    def close(self, contents: Iterable[CachedBlock]) -> None:
+    def save(self, contents: Iterable[CachedBlock]) -> None:
         """Write the blocks that are on the device or in host memory to files, for at most EXIT_SECONDS.
 
-        Then end the threads.
+        Raises RuntimeError if another rank is lost.
 
         `contents` begins with the most recent blocks, which are written first.
         """
         end = monotonic() + EXIT_SECONDS
         if self._files is not None:
-            num_blocks = self._files.max_bytes // self._runner.host_blocks.rows.shape[1]
+            num_blocks = self._files.max_bytes // self._runner.host_blocks.rows_of_ranks[:, 0].nbytes
             on_device = [*islice(contents, num_blocks)]
             recent = dict.fromkeys(block.block_hash for block in on_device) | dict.fromkeys(reversed(self._entries))
             hashes = [*islice(recent, num_blocks)]
@@ -141,8 +142,23 @@ class DiskTier(HostTier):
                 self._files.touch(block_hash)
             if monotonic() >= end:
                 logger.warning("swap_dir: not all cache blocks could be written in %g seconds", EXIT_SECONDS)
+
+    def close(self) -> None:
+        """End the threads once they have done all work. The tier does not use files from here on."""
         self._threads.close()
         self._files = None
+
+    def _allocate(self) -> None:
+        if not self._engine.workers.processes:
+            return super()._allocate()
+        file = os.memfd_create("nanovllm")
+        try:
+            self._call("allocate", self._num_rows, np.array([os.getpid(), file], np.int32))
+        finally:
+            os.close(file)  # all ranks have mapped the file
+
+    def _end_of_copies(self) -> Callable[[], bool]:
+        return self._runner.host_blocks.end_of_copies(self._num_copies)
 
     def _begin_writes(self, hashes: list[int]) -> None:
         """Queue the blocks with these hashes to be written to files, except for blocks that have files.
@@ -151,7 +167,7 @@ class DiskTier(HostTier):
         """
         if self._files is None or not hashes:
             return
-        is_copied = self._runner.host_blocks.end_of_puts()
+        is_copied = self._end_of_copies()
         num_rows = sum(len(write.entry.rows) for write in self._writes.values())
         for block_hash in hashes:
             entry = self._entries.get(block_hash)
@@ -164,6 +180,7 @@ class DiskTier(HostTier):
 
     def _wait_for_writes(self, end: float) -> None:
         while self._writes and monotonic() < end:
+            self._engine.workers.check()  # the copies of a lost rank never end
             sleep(0.001)
             self._advance()
 
@@ -227,8 +244,9 @@ class DiskTier(HostTier):
                     report_loss(self._engine.scheduler.totals, problem)
 
     def _rows(self, entry: Entry) -> list[np.ndarray]:
-        rows = self._runner.host_blocks.rows.numpy()
-        return [rows[row] for row in entry.rows]
+        """Return the entry's rows on all ranks, those of rank 0 first."""
+        rows_of_ranks = self._runner.host_blocks.rows_of_ranks.numpy()
+        return [rows[row] for rows in rows_of_ranks for row in entry.rows]
 
 
 def _parts(items: Iterable[T], size: int) -> Iterator[list[T]]:
@@ -270,7 +288,8 @@ def fingerprint(config: "Config", runner: "ModelRunner") -> str:
     ]
     parts = [(tuple(part.shape), str(part.dtype)) for part in block_parts(runner._cached_token_ids, runner.caches, 0)]
     names = "dtype kv_cache_dtype quantization load_format kvcache_block_size mamba_ssm_cache_dtype max_model_len"
-    settings = [str(getattr(config, name)) for name in (*names.split(), "batch_invariant", "attention_backend")]
+    names += " batch_invariant attention_backend tensor_parallel_size"
+    settings = [str(getattr(config, name)) for name in names.split()]
     device = torch.cuda.get_device_name(runner.device) if runner.device.type == "cuda" else "cpu"
     drafts = None if drafting is None else [drafting.method, drafting.num_speculative_tokens]
     described = [[*map(str, folders)], [*map(_described, files)], parts, settings, device, drafts]
@@ -308,6 +327,8 @@ def _save(engine: Engine, tier: DiskTier) -> None:
         if engine.model_runner is not None:
             blocks = engine.scheduler.block_manager
             assert isinstance(blocks, TieredBlockManager)
-            tier.close(blocks.contents())
+            tier.save(blocks.contents())
     except Exception:  # the engine may exit because the device has failed
         logger.warning("swap_dir: the last cache blocks could not be written", exc_info=True)
+    finally:
+        tier.close()

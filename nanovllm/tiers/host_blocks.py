@@ -4,6 +4,7 @@ import mmap
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from ctypes import Structure, byref, c_int, c_size_t, c_void_p
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import finalize
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from nanovllm.cache.block_copies import block_parts
+from nanovllm.tiers.shared_rows import SharedRows
 from nanovllm.utils.cuda_driver import call_driver
 
 if TYPE_CHECKING:
@@ -55,17 +57,28 @@ class HostBlocks:
     call of `put` or `get`.
     """
 
-    def __init__(self, runner: "ModelRunner", num_rows: int):
-        """Raises RuntimeError if there is too little memory."""
-        self.rows = torch.empty((num_rows, row_bytes(runner)), dtype=torch.uint8, device="cpu")
+    def __init__(self, runner: "ModelRunner", num_rows: int, shared: SharedRows | None = None):
+        """Use the memory `shared`, or allocate memory. Raises RuntimeError if there is too little memory."""
+        self.shared = shared
+        if shared is None:
+            self.rows = torch.empty((num_rows, row_bytes(runner)), dtype=torch.uint8, device="cpu")
+        else:
+            self.rows = shared.rows[runner.tp.rank]
+
+    @property
+    def rows_of_ranks(self) -> torch.Tensor:
+        """Return the rows [ranks, rows, bytes] uint8 of all ranks, or of this rank if the memory is not shared."""
+        return self.rows[None] if self.shared is None else self.shared.rows
 
     def put(self, runner: "ModelRunner", number: int, copies: np.ndarray) -> None:
         for part, stored in self._parts(runner, copies):
             self._copy(stored, part)
+        self._report(runner, number)
 
     def get(self, runner: "ModelRunner", number: int, copies: np.ndarray) -> None:
         for part, stored in self._parts(runner, copies):
             self._copy(part, stored)
+        self._report(runner, number)
 
     def num_rows_of(self, runner: "ModelRunner", block_id: int) -> int:
         """Return how many rows a block or a state takes."""
@@ -74,15 +87,23 @@ class HostBlocks:
     def has_ended(self, number: int) -> bool:
         return True
 
-    def end_of_puts(self) -> Callable[[], bool]:
-        """Return a function that tells whether all copies of previous calls of `put` have ended."""
-        return lambda: True
+    def end_of_copies(self, num_copies: int) -> Callable[[], bool]:
+        """Return a function that tells whether all ranks have made the first `num_copies` copies.
+
+        With one rank, the function ignores copies to the device. `has_ended` tells when these copies have ended.
+        """
+        return (lambda: True) if self.shared is None else partial(self.shared.have_ended, num_copies)
 
     def order_steps(self, numbers: list[int]) -> None:
         """Make all later steps wait for the copies with these numbers."""
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
+
+    def _report(self, runner: "ModelRunner", number: int) -> None:
+        """Let rank 0 know when this copy and all earlier copies have ended, if rank 0 uses this rank's rows."""
+        if self.shared is not None:
+            self.shared.report(number + 1, runner.device)
 
     def _parts(self, runner: "ModelRunner", copies: np.ndarray) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """For each part of a block or state in `copies`, yield two views: on the device, and in host memory."""
@@ -98,12 +119,13 @@ class HostBlocks:
 class PinnedBlocks(HostBlocks):
     """Stores blocks in pinned memory. Two streams copy, one in each direction, while steps run."""
 
-    def __init__(self, runner: "ModelRunner", num_rows: int):
-        num_bytes = num_rows * row_bytes(runner)
-        self.rows = allocate(num_bytes).view(num_rows, -1)
+    def __init__(self, runner: "ModelRunner", num_rows: int, shared: SharedRows | None = None):
+        self.shared, num_bytes = shared, num_rows * row_bytes(runner)
+        memory = allocate(num_bytes) if shared is None else shared.part.zero_()
+        self.rows = memory[:num_bytes].view(num_rows, -1)
         # not `pin_memory`, which rounds the size up to a power of two
-        call_driver("cuMemHostRegister_v2", address := c_void_p(self.rows.data_ptr()), c_size_t(num_bytes), 0)
-        finalize(self, _unpin, self.rows, address, runner.device).atexit = False
+        call_driver("cuMemHostRegister_v2", address := c_void_p(memory.data_ptr()), c_size_t(memory.nbytes), 0)
+        finalize(self, _unpin, memory, address, runner.device).atexit = False
         self._out, self._in = torch.cuda.Stream(runner.device), torch.cuda.Stream(runner.device)
         self._events: dict[int, torch.cuda.Event] = {}  # by number of the copy, if the copy may not have ended
 
@@ -123,8 +145,8 @@ class PinnedBlocks(HostBlocks):
     def has_ended(self, number: int) -> bool:
         return number not in self._events or self._events[number].query()
 
-    def end_of_puts(self) -> Callable[[], bool]:
-        return self._out.record_event().query
+    def end_of_copies(self, num_copies: int) -> Callable[[], bool]:
+        return self._out.record_event().query if self.shared is None else super().end_of_copies(num_copies)
 
     def order_steps(self, numbers: list[int]) -> None:
         for number in numbers:
@@ -145,13 +167,22 @@ class PinnedBlocks(HostBlocks):
         else:
             call_driver("cuMemcpy2DAsync_v2", byref(copy), c_void_p(torch.cuda.current_stream().cuda_stream))
 
+    def _report(self, runner: "ModelRunner", number: int) -> None:
+        if self.shared is not None:
+            self._in.wait_stream(self._out)  # then `_in` follows all earlier copies
+            with torch.cuda.stream(self._in):
+                super()._report(runner, number)
+
     def _record(self, number: int, stream: torch.cuda.Stream) -> None:
         self._events = {i: event for i, event in self._events.items() if not event.query()}
         self._events[number] = stream.record_event()
 
 
 class HostCall(NamedTuple):
-    """A call that every rank makes. Rank 0 sends the call as a message, between two steps."""
+    """A call that every rank makes. Rank 0 sends the call as a message, between two steps.
+
+    The words of "allocate" are the `pid` and `fd` of SharedRows, or nothing if each rank allocates memory of its own.
+    """
 
     action: str  # "allocate", or a method of HostBlocks
     number: int  # how many rows to allocate, or the number of a copy
@@ -162,7 +193,8 @@ class HostCall(NamedTuple):
         with runner.on_device(), torch.inference_mode():
             if self.action == "allocate":
                 blocks = PinnedBlocks if runner.device.type == "cuda" else HostBlocks
-                runner.host_blocks = blocks(runner, self.number)
+                shared = SharedRows(runner.tp, self.number, row_bytes(runner), *words) if len(words) else None
+                runner.host_blocks = blocks(runner, self.number, shared)
                 runner.min_of_ranks(0)  # rank 0 waits until all ranks have allocated their memory
             elif self.action == "order_steps":
                 runner.host_blocks.order_steps(words.tolist())
@@ -178,8 +210,8 @@ def allocate(num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8).zero_()  # `zero_` touches the pages with several threads
 
 
-def _unpin(rows: torch.Tensor, address: c_void_p, device: torch.device) -> None:
-    """Unpin the memory of `rows`. The argument keeps the tensor alive until this call."""
+def _unpin(memory: torch.Tensor, address: c_void_p, device: torch.device) -> None:
+    """Unpin `memory`. The argument keeps the tensor alive until this call."""
     torch.cuda.synchronize(device)
     call_driver("cuMemHostUnregister", address)
 

@@ -41,7 +41,7 @@ class HostTier(Connector):
         self.clear()
         self._copies: dict[int, int] = {}  # block id -> number of its last copy, if no step waits for this copy yet
         self._reads: dict[int, list[Entry]] = {}  # by number of a copy to the device: the entries that it reads
-        self._call("allocate", num_rows, np.empty(0, np.int32))
+        self._allocate()
 
     def contains(self, block_hash: int, token_ids: list[int]) -> bool:
         entry = self._entries.get(block_hash)
@@ -91,6 +91,9 @@ class HostTier(Connector):
     def _runner(self) -> "ModelRunner":
         assert self._engine.model_runner is not None, "the engine is open"
         return self._engine.model_runner
+
+    def _allocate(self) -> None:
+        self._call("allocate", self._num_rows, np.empty(0, np.int32))
 
     def _ids_of_rows(self, block: CachedBlock) -> list[int]:
         """Return the id of the block or state that each row of `block` stores."""
@@ -149,7 +152,8 @@ def use_host_tier(engine: Engine, tier_class: type[T] = HostTier) -> T:
         raise ValueError(f"swap_space={config.swap_space:g}: {needed} {size}")
     try:
         tier = tier_class(engine, num_rows)
-    except RuntimeError as error:
-        raise RuntimeError(f"swap_space={config.swap_space:g}: the memory could not be allocated: {error}") from error
+    except (RuntimeError, OSError) as error:
+        cause = engine.workers.cause_of(error)  # another rank may have failed first
+        raise RuntimeError(f"swap_space={config.swap_space:g}: the memory could not be allocated: {cause}") from error
     use_connector(engine.scheduler, tier)
     return tier

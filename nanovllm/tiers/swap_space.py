@@ -32,8 +32,6 @@ def check_swap_dir(config: "Config") -> None:
         raise ValueError(f"{given}: must be the path of a folder")
     if not config.swap_space:
         raise ValueError(f"{given}: needs swap_space, because blocks are read into host memory first")
-    if config.tensor_parallel_size > 1:
-        raise ValueError(f"{given}: is not supported with tensor_parallel_size={config.tensor_parallel_size}")
     try:
         exists = (path := Path(config.swap_dir).expanduser()).exists()
     except (OSError, RuntimeError) as error:  # the path is too long, or begins with "~" and an unknown user

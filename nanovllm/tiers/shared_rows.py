@@ -1,0 +1,42 @@
+"""Host memory that all ranks map, so that rank 0 can write the rows of every rank to files."""
+
+import mmap
+
+import torch
+
+from nanovllm.utils.tensor_parallel import TensorParallel
+
+COUNTER_BYTES = 4  # few enough that a copy writes them at once
+
+
+class SharedRows:
+    """The rows of all ranks, and for each rank the number of copies that it has made.
+
+    The memory is an unnamed file, which rank 0 creates and the other ranks open through /proc. The file needs no space
+    in /dev/shm, and is gone when the processes end. Each rank has a part of the file. The part contains the rank's rows
+    and, at the end of the last page, a counter.
+
+    part: the part of this rank, [bytes] uint8.
+    rows: the rows of all ranks, [ranks, rows, bytes] uint8.
+    """
+
+    def __init__(self, tp: TensorParallel, num_rows: int, row_bytes: int, pid: int, fd: int):
+        """Map the file that process `pid` has opened as `fd`. Raises OSError if this is impossible."""
+        num_bytes = num_rows * row_bytes
+        part_bytes = -(-(num_bytes + COUNTER_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+        with open(f"/proc/{pid}/fd/{fd}", "r+b", buffering=0) as file:
+            file.truncate(tp.size * part_bytes)  # on all ranks to the same size
+            memory = mmap.mmap(file.fileno(), tp.size * part_bytes)
+        parts = torch.frombuffer(memory, dtype=torch.uint8).view(tp.size, part_bytes)
+        self.part = parts[tp.rank]
+        self.rows = parts[:, :num_bytes].unflatten(1, (num_rows, row_bytes))
+        self._counters = parts[:, -COUNTER_BYTES:].view(torch.int32)[:, 0]  # [ranks]
+        self._counter = self._counters[tp.rank]
+
+    def report(self, num_copies: int, device: torch.device) -> None:
+        """Set this rank's counter. On CUDA, the current stream sets the counter after its earlier work."""
+        self._counter.copy_(torch.full((), num_copies, dtype=torch.int32, device=device), non_blocking=True)
+
+    def have_ended(self, num_copies: int) -> bool:
+        """Return whether every rank has made its first `num_copies` copies."""
+        return min(self._counters.tolist()) >= num_copies
