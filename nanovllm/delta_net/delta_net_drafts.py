@@ -27,7 +27,7 @@ from nanovllm.kernels import operation
 def delta_net_drafts(qkvz, ba, layer: GatedDeltaNet, states: State, rows, context_lens, out, count=None) -> None:
     """Compute `delta_net_step` for a token and k - 1 drafts of each of B sequences.
 
-    qkvz [B * k, channels + heads * value_dim]; ba [B * k, 2 heads]; out [B * k, heads * value_dim].
+    qkvz [B * k, channels + heads * value_dim]; ba [B * k, 2 * heads]; out [B * k, heads * value_dim].
     context_lens: [B * k], the position of each token plus 1. If a token's value in `context_lens` does not exceed the
     previous token's value, the token is a copy of the previous token.
     count: [1] int32; if given, how many of the B * k tokens are not padding.
@@ -68,7 +68,9 @@ def _replay(layer: GatedDeltaNet, states: State, rows: torch.Tensor, counts: tor
 
 
 def _advance(inputs: torch.Tensor, layer: GatedDeltaNet, states: State, rows: torch.Tensor) -> tuple[Any, ...]:
-    """Process T tokens of B sequences, starting from the states in `rows` [B]. `inputs` is [B, T, channels + 2 heads].
+    """Process T tokens of B sequences, starting from the states in `rows` [B].
+
+    `inputs` is [B, T, channels + 2 * heads].
 
     Return the inputs of the convolution [B, conv_size - 1 + T, channels], the outputs [B, T, heads, value_dim], and the
     matrices after the last token.

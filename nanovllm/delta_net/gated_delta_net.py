@@ -154,7 +154,7 @@ class GatedDeltaNet(nn.Module):
     def mix(self, qkvz: torch.Tensor, ba: torch.Tensor) -> torch.Tensor:
         """Compute everything between the input and output projections, and update the states of the step's sequences.
 
-        qkvz is [T, channels + heads * value_dim], and ba is [T, 2 heads]. The result is [T, heads * value_dim].
+        qkvz is [T, channels + heads * value_dim], and ba is [T, 2 * heads]. The result is [T, heads * value_dim].
         """
         context = get_context()
         out = qkvz.new_empty(len(qkvz), self.heads.sizes[2])
@@ -185,7 +185,7 @@ def ranges_of_rank(sizes: tuple[int, ...], tp: TensorParallel) -> tuple[range, .
 def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -> None:
     """Compute convolution, gates, delta rule and gated norm for one token of each of B sequences. Fill `out`.
 
-    qkvz [B, channels + heads * value_dim]; ba [B, 2 heads]; out [B, heads * value_dim]; layer: a GatedDeltaNet.
+    qkvz [B, channels + heads * value_dim]; ba [B, 2 * heads]; out [B, heads * value_dim]; layer: a GatedDeltaNet.
     rows: [B], the rows of the states to read and overwrite. Only padding may repeat a row.
     count: [1] int32; if given, how many of the B sequences are not padding.
     """

@@ -141,7 +141,7 @@ class LLMEngine:
         priority: int = 0,
         lora_request: Adapters = None,
     ) -> int:
-        """Queue a request and return its id. `step` returns the output to the thread that added the request.
+        """Queue a request and return its id. The thread that added the request gets its output from `step`.
 
         With `scheduling_policy="priority"`, the request with the lowest `priority` is served first. With "fcfs",
         `priority` must be 0.

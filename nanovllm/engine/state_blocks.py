@@ -60,11 +60,11 @@ class StateBlockManager(BlockManager):
 
     In `copies`, row `r` of the states has id `num_blocks + r`.
 
-    The state at the end of a prompt's last full block is stored as a snapshot. A second snapshot is stored at the end
-    of the prompt's cached blocks if there is none, because this prompt is already the second to use these blocks. A
-    chunk ends at each snapshot, so a snapshot costs a copy of the state and an additional step. The next step makes the
-    copy, and later steps can find the snapshot. If no row is free, the least recently found snapshot is dropped. If a
-    block is evicted, the snapshot at its end is dropped as well.
+    The state at the end of a prompt's last full block is stored as a snapshot. If the prompt's cached blocks end
+    without a snapshot, one is stored there too, because prompts share these blocks. A chunk ends at each snapshot, so a
+    snapshot costs a copy of the state and an additional step. The next step makes the copy, and later steps can find
+    the snapshot. If no row is free, the least recently found snapshot is dropped. If a block is evicted, the snapshot
+    at its end is dropped as well.
 
     If the cached blocks end with an answer, the prompt continues a conversation. The conversation's next prompt will
     begin with this whole prompt. No snapshot is therefore stored at the end of the cached answer. The snapshot that

@@ -113,7 +113,7 @@ class LogitEdits(StepFeature):
 
 
 class EditTables(NamedTuple):
-    """Lists for each request, such as its bad words, indexed by request index.
+    """The lists of each request, such as bad words. The first index is the request index.
 
     The last request index is reserved for padding rows of CUDA graphs.
     """

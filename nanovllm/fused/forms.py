@@ -111,7 +111,7 @@ def rope_at(rotary_emb: Any, positions: torch.Tensor) -> Rope:
 
 
 def has_method(module: nn.Module, path: str) -> bool:
-    """Return whether a module still has the original method at `path`, "module:Class.name"."""
+    """Return whether nobody has replaced a layer's method. `path` is the method's "module:Class.name"."""
     name = path.rsplit(".", 1)[1]
     return name not in vars(module) and getattr(type(module), name, None) is resolve_name(path)
 

@@ -33,8 +33,8 @@ class PooledResult(NamedTuple):
 class PoolingScheduler(Scheduler):
     """A scheduler that ends a sequence when its vector has arrived. No step decodes.
 
-    The next step may use the blocks of a prompt that this step completes, because the device runs steps in order. A
-    full step of short prompts can be launched before the vectors of the previous step have arrived.
+    A prompt's blocks are free as soon as its last step is scheduled, because the device runs steps in order. A full
+    step of short prompts can therefore be launched before the vectors of the previous step have arrived.
     """
 
     def schedule(self, prompts_first: bool = False) -> ScheduledStep | None:

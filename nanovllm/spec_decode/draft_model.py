@@ -174,7 +174,7 @@ class DraftModel:
     def chain(self, token_slots: torch.Tensor, hidden_states: torch.Tensor) -> None:
         """Do nothing.
 
-        In draft heads, this method stores the hidden states of each sequence's last row at `token_slots`.
+        Draft heads override this method. They store the hidden state of each sequence's last row, by `token_slots`.
         """
 
     def compute_logits(self, hidden_states: torch.Tensor, sampling_params: torch.Tensor) -> torch.Tensor:

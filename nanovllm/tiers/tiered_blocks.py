@@ -222,7 +222,7 @@ class TieredBlockManager(BlockManager):
         load.contents = []
 
     def _end(self, load: Load) -> None:
-        """Put the contents that have arrived into the prefix cache, and release all blocks of the load."""
+        """Add the arrived contents to the prefix cache, and release all blocks of the load."""
         self.connector.order_steps(load.block_ids)
         for content in load.contents:
             del self._arriving[content.block_hash]

@@ -115,8 +115,8 @@ def _in_words_of_a_shell(text: str, flags: Mapping[str, str]) -> str:
 def _options(field: Field) -> dict[str, Any]:
     """Return argparse's options for a field.
 
-    If the field's type is a union, the first test below that matches one of the union's types decides. Values of other
-    types stay text.
+    A value for a union is converted to one of the union's types. The tests below are in the order of preference. Values
+    of other types stay text.
     """
     hint = field.type
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)

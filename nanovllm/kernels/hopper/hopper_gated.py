@@ -110,7 +110,7 @@ EPILOGUES = {SWIGLU: _store_swiglu, GELU_AND_MUL: _store_gelu}
 def gated_linear(
     x: torch.Tensor | QuantizedRows, weight: torch.Tensor, act: Activation, scales: torch.Tensor | None = None
 ) -> torch.Tensor | QuantizedRows:
-    """Return the gated activation of x W^T, [T, N / 2], for x [T, K] and weight [N, K] in 16 bits.
+    """Multiply x [T, K] by weight [N, K], and apply the gated activation. All are in 16 bits. Return [T, N / 2].
 
     With `scales`, x and the weight are in FP8, and the activation is SwiGLU. The result is then that of
     `swiglu_quantize` in multiply_scaled.py.

@@ -78,7 +78,7 @@ def rms_norm(
     [split_k, T, N], to be summed over the first dimension.
 
     `own_norm` is (weight [N], factor [1]). The weight and the factor may be None. With a weight, the norm of x replaces
-    x before the residual is added. With a factor, x is then multiplied by the factor.
+    x before the residual is added. If there is a factor, the result is multiplied by the factor.
     """
     out = torch.empty(x.shape[-2:], dtype=x.dtype, device=x.device)
     _store_norm(x, weight, eps, residual, split_k, x.shape[-1], (out, None), 0, own_norm)

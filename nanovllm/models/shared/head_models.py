@@ -123,8 +123,8 @@ class Eagle3Head(nn.Module):
 class MtpHead(nn.Module):
     """The draft head in checkpoints of Qwen3.5 and Qwen3-Next ("multi-token prediction").
 
-    The head is a full-attention layer that reads the model's final hidden states. The head shares the model's embedding
-    and output head.
+    The head is a full-attention layer that reads the model's final hidden states. The head uses the embedding and the
+    output matrix of the model.
     """
 
     packed_modules_mapping: ClassVar = Qwen3ForCausalLM.packed_modules_mapping
