@@ -69,12 +69,12 @@ class Config:
     attention_backend: "triton", "sdpa" or "flash". "auto" is "triton" on CUDA if Triton is installed, else "sdpa".
     swap_space: GiB of host memory, for all ranks together, to keep cache blocks that the device evicts. The blocks are
         copied back for a later request that begins with the same tokens. See nanovllm/docs/cache.md.
-    swap_dir: a folder with a copy of the blocks in host memory, which a later start of the same model can read. Needs
-        `swap_space`.
+    swap_dir: a folder for copies of the blocks that are in host memory. A later start of the same model can read these
+        copies. Needs `swap_space`.
     swap_dir_space: GiB of files in `swap_dir`, for each model.
     enable_prefix_caching: reuse the cache blocks of earlier requests that begin with the same tokens.
     async_scheduling: prepare a step while the previous step runs; by default on CUDA only.
-    seed: makes the results of requests that have no `seed` repeatable; by default, each run differs.
+    seed: makes results repeatable for requests that have no `seed`; by default, each run differs.
     tokenizer: the folder or hub id of the tokenizer; by default the model's tokenizer.
     revision: the branch, tag or commit of a model on the hub; by default the hub's default.
     quantization: "fp8", "int8" or "int4" quantizes the weights of linear layers while they are loaded; by default the
@@ -82,7 +82,7 @@ class Config:
     load_format: "auto" and "safetensors" read the weights. "dummy" makes random weights, and needs no weight files.
     logprobs_mode: the distribution that the `logprobs` of a request describe. "raw_logprobs": the distribution of the
         model's own logits. "temperature_logprobs": the logits are first divided by the request's temperature (by 1 if
-        it is 0), as trainers do. "processed_logprobs": the distribution that is sampled from, after penalties,
+        it is 0), as trainers do. "processed_logprobs": the distribution from which tokens are sampled, after penalties,
         temperature and filters.
     enable_sleep_mode: allow `sleep`, which frees memory until `wake_up` is called; see nanovllm/docs/training.md.
     batch_invariant: make the tokens and log-probabilities of a request bitwise identical in any batch; see
@@ -92,8 +92,8 @@ class Config:
     enable_lora: allow requests to use low-rank adapters; see nanovllm/docs/lora.md.
     max_loras: the number of adapters that are on the device at the same time.
     max_lora_rank: upper limit for the rank of adapters. Memory is allocated for adapters of this rank.
-    max_expert_lora_rank: the same limit for adapters of experts, which have matrices for each expert. 0 means that
-        adapters of experts are refused, and no memory is allocated for them.
+    max_expert_lora_rank: upper limit for the rank of adapters of experts, which have matrices for each expert. 0 means
+        that adapters of experts are refused, and no memory is allocated for them.
     speculative_config: how tokens are drafted, as JSON with the keys that nanovllm/docs/speculation.md lists; by
         default no tokens are drafted. In Python, the value can also be a dict.
     task: "generate", "embed" (texts to vectors), "score" (the relevance of documents) or "classify"; by default the
@@ -263,7 +263,7 @@ class Config:
 
     @property
     def num_block_tables(self) -> int:
-        """How many block tables a sequence has. A block stores the keys and values of one table's layers."""
+        """The number of block tables of a sequence. A block stores the keys and values of one table's layers."""
         return 1 + self.num_window_tables
 
     @property

@@ -1,6 +1,7 @@
 """The table of attention backends, and checks of the selected backend.
 
-`base` contains the interface. Each other module contains one backend, and is imported only if that backend is used.
+`base` contains the interface. Every other module contains one backend, and is imported only if the engine uses this
+backend.
 """
 
 import importlib.util
@@ -23,7 +24,7 @@ def backend_class(name: str) -> Any:
 
 
 def resolve_backend(config: "Config", device: str) -> tuple[str, int]:
-    """Return the backend's name, and the number that `kvcache_block_size` must be a multiple of.
+    """Return the backend's name, and a number that must divide `kvcache_block_size`.
 
     Raises ValueError if the backend can't run.
     """

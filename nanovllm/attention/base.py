@@ -14,7 +14,7 @@ from nanovllm.utils.context import Context
 class AttentionBackend:
     """Computes attention for a step. The step's keys and values are already in the cache.
 
-    `heads` is a multiple of `kv_heads`, and query head `h` reads key-value head `h // (heads / kv_heads)`.
+    `heads` is a multiple of `kv_heads`. Query head `h` reads key-value head `h // (heads / kv_heads)`.
     """
 
     package, install = "torch", "pip install torch"  # the package that must be installed, and how to install it
@@ -34,32 +34,32 @@ class AttentionBackend:
         return not spec.is_special
 
     def set_head_shape(self, group: int, head_dim: int, dtype: torch.dtype) -> None:
-        """Prepare for an attention layer with `group` query heads per key-value head. Called before the first step."""
+        """Prepare for a layer with `group` query heads per key-value head. This method runs before the first step."""
 
     def prepare_chunks(self, chunks: list[tuple[int, int]], first_row: int) -> dict[str, np.ndarray]:
         """Return int32 arrays for `Context.backend_arrays`.
 
-        Each of `chunks` is (start, end). The first chunk is row `first_row` of the batch.
+        Each element of `chunks` is (start, end). The first chunk is row `first_row` of the batch.
         """
         return {}
 
     def array_shapes(self, num_tokens: int, num_chunks: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Return the name and the largest shape of each array that `prepare_chunks` can return for a CUDA graph."""
+        """Return the names and the largest shapes of the arrays that `prepare_chunks` makes for a CUDA graph."""
         return ()
 
     def attend(self, q, cache: KVCache, context: Context) -> torch.Tensor:
         """Compute attention for a step's queries q [T, heads, head_dim]. The output has the shape of q.
 
-        Decode rows precede prefill rows. `cache.spec` is the layer's AttentionSpec. Each query sees the keys of its
-        sequence up to its own position. If `window` is set, a query sees only the last `window` of those keys. Scores
-        are multiplied by `scale`, or by 1 / sqrt(head_dim) if `scale` is None. Padding rows see no keys, and their
-        results are undefined.
+        Decode rows precede prefill rows. `cache.spec` is the layer's AttentionSpec. A query sees the keys of its
+        sequence up to the query's position. If `window` is set, a query sees only the last `window` of those keys.
+        Scores are multiplied by `scale`, or by 1 / sqrt(head_dim) if `scale` is None. Padding rows see no keys, and
+        their results are undefined.
         """
         raise NotImplementedError
 
 
 def backend_for(model: nn.Module, backend: AttentionBackend, device: str) -> AttentionBackend:
-    """Return the first of `backend`, triton and sdpa that supports all of the model's layers."""
+    """Return the first backend that supports all layers of the model. The order is `backend`, triton, sdpa."""
     specs = [layer.cache_spec() for layer in model.modules() if hasattr(layer, "cache_spec")]
     specs = [spec for spec in specs if isinstance(spec, AttentionSpec)]
     return backend if all(map(backend.supports, specs)) else _next_backend(specs, backend, device)

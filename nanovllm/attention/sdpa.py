@@ -81,10 +81,10 @@ def _attend_chunk(q, k, v, mask, spec) -> torch.Tensor:
 
 
 def _attend_in_steps(q, k, v, mask, spec) -> torch.Tensor:
-    """Attend with a soft cap or sinks, for which PyTorch has no function.
+    """Compute attention with a soft cap or sinks. PyTorch has no function for this.
 
-    q is [..., kv_heads, group, M, head_dim], and k and v are [..., kv_heads, 1 or group, L, head_dim]. Without a mask,
-    query `i` sees keys 0 to `i`. A query that is alone (M = 1) sees all keys.
+    q is [..., kv_heads, group, M, head_dim]. k and v are [..., kv_heads, 1 or group, L, head_dim]. Without a mask,
+    query `i` sees keys 0 to `i`. A single query (M = 1) sees all keys.
     """
     scores = (q @ k.transpose(-1, -2)).float() * (spec.scale or q.shape[-1] ** -0.5)
     if spec.soft_cap is not None:
@@ -133,7 +133,7 @@ def _padded(length: int) -> int:
 
 
 def _mask(bounds: torch.Tensor, num_keys: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """Return a mask [..., num_keys]: 0 for the `window` keys just before `bounds` [..., 1], -inf for all other keys."""
+    """Return a mask [..., num_keys]. The `window` keys just before `bounds` [..., 1] get 0, and other keys get -inf."""
     positions = torch.arange(num_keys, device=bounds.device)
     visible = positions < bounds
     if window is not None:
@@ -142,7 +142,7 @@ def _mask(bounds: torch.Tensor, num_keys: int, window: int | None, dtype: torch.
 
 
 def spans_of(block_tables: torch.Tensor, length: int, block_size: int) -> torch.Tensor:
-    """Return [B, L / SPAN_SIZE] int32: the spans of each sequence's first `length` tokens. `block_tables` is [B, W]."""
+    """Return the spans of each sequence's first `length` tokens: int32 [B, L / SPAN_SIZE]. `block_tables` is [B, W]."""
     per_block = block_size // SPAN_SIZE
     offsets = torch.arange(per_block, device=block_tables.device, dtype=torch.int32)
     tables = block_tables[:, : -(-length // block_size), None]

@@ -56,11 +56,11 @@ class TritonBackend(AttentionBackend):
 
 
 def query_tiles(chunks: list[tuple[int, int]], first_row: int, size: int) -> np.ndarray:
-    """Return the tile of each program of the prefill kernel, as [N, 2] int32.
+    """Return an int32 array [N, 2] with one tile for each program of the prefill kernel.
 
-    A tile is (the chunk's row in the batch, the index in the chunk of the tile's first token). `chunks` contains the
-    positions (start, end) of each chunk in its sequence. A tile covers `size` tokens. Tiles with the most keys come
-    first.
+    A tile is a pair: the chunk's row in the batch, and the index of the tile's first token within the chunk. `chunks`
+    contains the positions (start, end) of each chunk in its sequence. A tile covers `size` tokens. Tiles are sorted by
+    descending number of keys.
     """
     starts, ends = np.array(chunks, np.int64).T
     counts = -((starts - ends) // size)

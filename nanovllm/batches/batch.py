@@ -1,6 +1,6 @@
 """Defines the inputs of a step: a flat int32 buffer with named views.
 
-The host fills the buffer. A single copy sends the buffer to the device, which uses the same views. Device code never
+The host fills the buffer, and copies it to the device as a whole. The device uses the same views. Device code never
 uses a `Sequence`.
 """
 
@@ -75,8 +75,8 @@ class Batch(Generic[Array]):
 
     Fields with `chunks_only` are None in steps that only decode. For decode rows, the host fills the fields from
     `req_indices` to `new_window_blocks`. The device fills the fields from `input_ids` to `window_tables` (see
-    `place_decodes` and `place_windows`). The buffer begins with the views whose shapes are determined by
-    `BatchShape.graph_shape`. CUDA graphs read no other views.
+    `place_decodes` and `place_windows`). `BatchShape.graph_shape` determines the shapes of the first views in the
+    buffer. CUDA graphs read only these views.
     """
 
     shape: BatchShape
@@ -115,7 +115,7 @@ class Batch(Generic[Array]):
 
     @property
     def new_req_indices(self) -> Array:
-        """The request indices of new requests, which are the last elements of `req_indices`."""
+        """The last elements of `req_indices`, which belong to new requests."""
         end = self.shape.num_sampled_seqs
         return self.req_indices[end - self.shape.num_new_requests : end]
 
@@ -188,8 +188,8 @@ def prepare_batch(
     """Fill a step's batch, including the arrays of the backend and of features.
 
     `host_buffer` returns memory for the batch. If `shape` is larger than the step, empty sequences pad the batch.
-    Padding stores no keys or values, and tokens that are sampled for padding are dropped. The backend's arrays are
-    padded with -1.
+    Padding stores no keys or values. Tokens that are sampled for padding are dropped. The backend's arrays are padded
+    with -1.
     """
     new = step.new_seqs
     shape = shape._replace(

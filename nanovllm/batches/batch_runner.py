@@ -55,14 +55,14 @@ class BatchRunner(ModelRunner):
         return prepare_batch(step, shape, backend_arrays, arrays, self.host_buffer, *sizes)
 
     def padded(self, shape: BatchShape) -> BatchShape:
-        """Return the shape to compute, which a subclass may enlarge with padding."""
+        """Return the shape that the step is computed in. A subclass may add padding to the shape."""
         return shape
 
     def host_buffer(self, shape: BatchShape) -> np.ndarray:
         return np.empty(shape.size, np.int32)
 
     def launch(self, batch: HostBatch, step: ScheduledStep | None = None) -> PendingStep:
-        """Launch a prepared batch. On CUDA, only queue the batch."""
+        """Launch a prepared batch. On CUDA, the batch is only queued."""
         self.tp.check()
         with self.on_device():
             if batch.shape.num_block_copies:

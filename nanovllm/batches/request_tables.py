@@ -1,7 +1,7 @@
 """Defines the device's tables of running requests, which each step reads and updates.
 
-With drafts, the host prepares a step before it knows how many tokens the previous step added. The device therefore
-computes the positions and slots of a step.
+If tokens are drafted, the host prepares a step before it knows how many tokens the previous step added. The device
+therefore computes the positions and slots of a step.
 """
 
 from typing import Any, NamedTuple
@@ -74,8 +74,8 @@ def accept(
 ) -> torch.Tensor | None:
     """Make each sampled token the next input of its sequence, and increase the sequence's length.
 
-    `req_indices` is [S], and `positions` and `token_ids` are [S * k]. With drafts (k > 1), return the number of tokens
-    that each sequence gets, [S] int32: its accepted drafts plus 1.
+    `req_indices` is [S]. `positions` and `token_ids` are [S * k]. If tokens are drafted (k > 1), return an int32 tensor
+    [S]. It contains the number of tokens that each sequence gets: its accepted drafts plus 1.
     """
     if len(token_ids) > len(req_indices):
         from nanovllm.spec_decode.rows import accept_drafts

@@ -20,70 +20,70 @@ In a clone of the repository, `python bench.py` accepts the same arguments.
 
 Workloads. All requests have random token ids and temperature 0.6, and ignore the end-of-sequence token:
 
-headline: --num-seqs requests. Input and output lengths are uniform between a tenth of the maximum length and the
-    maximum length.
-single: one request, with an eighth of --max-input-len input tokens, and half of --max-output-len output tokens.
-prefill: an eighth of --num-seqs requests, with --prefill-len input tokens and one output token each.
+headline: --num-seqs requests. Input and output lengths are distributed uniformly between a tenth of the maximum and the
+    maximum.
+single: one request with --max-input-len / 8 input tokens and --max-output-len / 2 output tokens.
+prefill: --num-seqs / 8 requests. Each request has --prefill-len input tokens and one output token.
 online: --num-seqs requests for each --request-rate; by default, 20 seconds of requests (6 seconds on a CPU). The gaps
     between arrivals are exponentially distributed. The lengths are log-normal (sigma 0.9 for inputs, 0.7 for outputs),
     and are scaled down to fit --max-model-len. On a CPU, a short run first measures the highest rate, and the default
-    rates are 30, 60 and 90% of that rate. The p99 is left out for fewer than 20 requests.
+    rates are 30, 60 and 90% of that rate. The p99 is left out if there are fewer than 20 requests.
 conversations: --num-seqs conversations of 3 to 20 turns (2 to 5 on a CPU), which share a system prompt. Each question
     follows the previous answer after a pause, and the prompt is the whole conversation. The lengths have the same
-    distributions as in the workload online. A conversation ends early at --max-model-len. The table shows the TTFT by
-    turn. The lines above the table show the hit rate of the prefix cache and, with --swap-space, the share of tokens
-    that came from host memory.
-latency: first, a single prompt of 16 to 32,000 tokens with one output token, --num-seqs times for each length. Then a
-    single sequence, and later 8 sequences together, decode after contexts of 100 to 30,000 tokens, three times for each
-    length. --max-model-len and --max-input-len bound the lengths.
-batches: for each number in --batch-sizes, that many requests with 512 input and 256 output tokens (128 and 64 on a
+    distributions as in the workload online. A conversation ends early if it reaches --max-model-len. The table shows
+    the TTFT by turn. The lines above the table show the hit rate of the prefix cache and, with --swap-space, the share
+    of tokens that came from host memory.
+latency: first, single prompts of 16 to 32,000 tokens with one output token. Each length runs --num-seqs times. Then a
+    single sequence decodes after contexts of 100 to 30,000 tokens. Later, 8 sequences together do the same. Each of
+    these lengths runs three times. --max-model-len and --max-input-len bound the lengths.
+batches: for each number in --batch-sizes, this number of requests with 512 input and 256 output tokens (128 and 64 on a
     CPU).
 embed: embeddings of 512 texts of 512 tokens, then of 10,000 texts of 30 tokens (fewer texts on a CPU). Any checkpoint
     works: nano-vllm runs with task="embed", and vLLM runs with runner="pooling".
 http: clients of `nanovllm serve`, which is started on a free port. Each client sends its next request when its previous
     request is answered. Each value of --clients is a row: 64x256/128 means 64 clients that stream answers of 128 tokens
-    to prompts of 256 tokens. 256x200/256-chat sends conversations, and 512x128/128-whole does not stream. --num-seqs is
-    the number of requests per row.
-host: no model runs. A fake device returns random tokens immediately. One table shows the time of schedule, prepare and
-    process in a decode step of 1 to 1,024 sequences. Another table shows the CPU time of a step of 512 sequences, which
-    includes the work until the caller of `generate` or `stream` gets the text. The time of a Python loop shows how fast
-    the machine is.
+    to prompts of 256 tokens. A row such as 256x200/256-chat sends conversations. A row such as 512x128/128-whole does
+    not stream. --num-seqs is the number of requests per row.
+host: no model runs. A fake device returns random tokens immediately. One table shows how long a decode step of 1 to
+    1,024 sequences takes to schedule, to prepare and to process. Another table shows the CPU time of a step of 512
+    sequences. It includes all work until the caller of `generate` or `stream` gets the text. The time of a Python loop
+    shows how fast the machine is.
 
-Runs. Each workload first runs once as a warm-up with different token ids. Online warms up with a quarter of its
-requests, and all decode runs of latency have the same ids. After the warm-up, headline, single, prefill, batches and
-embed run --rounds times, each time with different ids. The fastest run is reported. One run is not enough, because vLLM
-with FP8 compiles kernels whenever a step has a new number of tokens, even after the warm-up. With --compare, each
-engine runs in a separate process. The settings of vLLM are its defaults, except for the model, the dtypes,
---max-model-len, the number of GPUs and --speculative-config. If you set --max-num-seqs or --max-num-batched-tokens,
-vLLM gets them too. The output lists the versions of the engines, and the environment variables VLLM_*. --plot FILE.svg
-draws online, latency or batches.
+Runs. Each workload first runs once as a warm-up with different token ids. The warm-up of online has a quarter of the
+requests. All decode runs of latency have the same ids. After the warm-up, the workloads headline, single, prefill,
+batches and embed run --rounds times, each time with different ids. The fastest run is reported. One run is not enough,
+because vLLM with FP8 compiles kernels whenever a step has a new number of tokens, even after the warm-up. With
+--compare, each engine runs in a separate process. vLLM runs with its default settings, except for the model, the
+dtypes, --max-model-len, the number of GPUs and --speculative-config. If you set --max-num-seqs or
+--max-num-batched-tokens, vLLM gets them too. The output lists the versions of the engines, and the environment
+variables VLLM_*. --plot FILE.svg draws the results of online, latency or batches.
 
-Random weights. With --shape, the "model" in --speculative-config may be a shape too, and the method "eagle3" needs no
-model. Drafts from random weights are never accepted. To make both engines accept drafts at given rates, set for example
---speculative-config '{"method": "eagle3", "num_speculative_tokens": 2, "rejection_sample_method": "synthetic",
-"synthetic_acceptance_rates": [0.8, 0.64]}'.
+Random weights. With --shape, "model" in --speculative-config may also be the name of a shape, and the method "eagle3"
+needs no "model". Drafts from random weights are never accepted. To make both engines accept drafts at given rates, set
+for example --speculative-config '{"method": "eagle3", "num_speculative_tokens": 2, "rejection_sample_method":
+"synthetic", "synthetic_acceptance_rates": [0.8, 0.64]}'.
 
 Latency. Online is an open loop: each request is submitted when it is due, even if the engine is busy. Latencies count
 from the due time. TTFT is the time to first token. "time per output token" is the time from the first token of a
 request to its last token, divided by the number of tokens after the first. ITL (inter-token latency) covers all gaps
-between consecutive tokens of a request. The longest gap of a request is also reported. The decode speed counts only
+between consecutive tokens of a request. The longest gap of a request is also reported. The decode speed includes only
 tokens that arrive while all sequences of a batch decode. Percentiles are interpolated between the two nearest values,
-so p50 is the median. For online and latency, the same loop steps both engines, and vLLM has the defaults of its server.
-For http, each engine runs behind its HTTP server. Headline, single, prefill and batches call `LLM.generate`, and embed
-calls `LLM.embed`.
+so p50 is the median. In online and latency, the same loop runs the steps of both engines, and vLLM has the defaults of
+its server. In http, each engine runs behind its HTTP server. The workloads headline, single, prefill and batches call
+`LLM.generate`. The workload embed calls `LLM.embed`.
 
 Profiles. --profile traces a run of headline, single, prefill, batches or latency on a GPU, with at most 65 output
-tokens per request. A table shows the mean time per step of each kind of kernel, in microseconds. The first row covers
-the steps up to the last step that computes prompts. The second row covers all later steps, which decode. Kernels
-overlap, so the time of a kernel is measured from the end of the previous kernel. "products" are the GEMMs of the
-layers, and include operations that are fused into the GEMMs. "limit" is the least time that the hardware needs for a
-mean step of the row.
+tokens per request. A table shows each kind of kernel's mean time per step, in microseconds. The first row covers the
+steps up to the last step that computes prompts. The second row covers all later steps, which decode. Kernels overlap,
+so the time of a kernel is measured from the end of the previous kernel. "products" are the GEMMs of the layers, and
+include operations that are fused into the GEMMs. "limit" is the least time that the hardware needs for a mean step of
+the row.
 
 Limits. On CUDA, two columns compare the measured time with the least time that the hardware needs. A step spends time
 on reading (weights, keys and values) and on multiplying. The column "of limit" assumes that each step either computes
-prompts or decodes, and takes its reading time or its multiplying time, whichever is longer. The column "of overlap"
-assumes that all reading of the run overlaps with all multiplying of the run. Memory bandwidth and GEMM throughput are
-measured on this device under load. With several ranks, both rates are multiplied by the number of ranks.
+prompts or decodes. A step then takes its reading time or its multiplying time, whichever is longer. The column "of
+overlap" assumes that all reading of the run overlaps with all multiplying of the run. Memory bandwidth and GEMM
+throughput are measured on this device under load. With several ranks, both rates are multiplied by the number of ranks.
 """
 
 import argparse
@@ -307,7 +307,7 @@ def writable_folder(text: str) -> Path:
 
 
 def results_file(text: str) -> Path:
-    """Check that a file is absent, or contains `{"notes": text, "results": {setup: {workload: {engine: rate}}}}`."""
+    """Check that a file is missing or contains `{"notes": text, "results": {setup: {workload: {engine: rate}}}}`."""
     file = Path(text)
     writable_folder(str(file.parent))
     if file.exists():

@@ -44,7 +44,7 @@ def compare_streaming(model: str, settings: dict, requests: list[Request], round
 
 
 def compare_beam_search(model: str, settings: dict, width: int, max_tokens: int, rounds: int = 5) -> None:
-    """Time our beam search and transformers' beam search on a prompt of 20 tokens, in `rounds` alternating runs."""
+    """Measure our beam search and transformers' beam search in `rounds` alternating runs on a prompt of 20 tokens."""
     from transformers import AutoModelForCausalLM
 
     prompt = list(range(300, 320))

@@ -1,7 +1,7 @@
 """Runs HTTP clients as a program.
 
 The clients must not be the bottleneck, so `http.py` runs several processes, which import only the standard library.
-Each process receives the arguments of `drive`, pickled.
+Each process receives pickled arguments for `drive`.
 """
 
 import pickle
@@ -35,7 +35,7 @@ class Client:
     def receive(self) -> bool:
         """Receive data of the answer, and return whether the answer is complete.
 
-        If the data contains new tokens, append to `times` the seconds since the request was sent.
+        If the data contains new tokens, `times` gets a new element: the seconds since the request was sent.
         """
         data = self.socket.recv(65536)
         if b"[{" in data:  # a list of choices; in the event with the usage, this list is empty
@@ -131,7 +131,7 @@ def drive(
 
 
 def main() -> None:
-    """Run jobs from standard input until its end, and write each result or error message to standard output."""
+    """Run the jobs that arrive on standard input. Write each result or error message to standard output."""
     while True:
         try:
             job = pickle.load(sys.stdin.buffer)

@@ -1,4 +1,4 @@
-"""Implements `nanovllm show-fused MODEL`, which lists modules that are fused on CUDA, and times steps."""
+"""Implements `nanovllm show-fused MODEL`, which lists modules that are fused on CUDA, and measures steps."""
 
 import argparse
 from collections import Counter
@@ -102,7 +102,7 @@ def without(names: tuple[str, ...]) -> Iterator[None]:
 def step_times(
     model: str, settings: dict[str, Any], left_out: tuple[str, ...] = ("no such class",)
 ) -> dict[str, float]:
-    """Return the microseconds per kind of step (minimum of 3 runs), with the fused forms in `left_out` disabled."""
+    """Return the microseconds per kind of step (minimum of 3 runs), without the fused forms in `left_out`."""
     from nanovllm import LLM, SamplingParams
 
     with without(left_out), LLM(model, device="cuda", enable_prefix_caching=False, **settings) as llm:

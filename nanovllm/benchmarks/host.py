@@ -50,7 +50,7 @@ def host_requests(num_seqs: int, max_input_len: int, output_len: int, vocab_size
 
 
 def host_step(llm: LLM, requests: list[Request]) -> list[float]:
-    """Return the median times of a decode step in microseconds: to schedule, to prepare, to process, and in total."""
+    """Return median times of a decode step in microseconds: for scheduling, preparing, processing, and in total."""
     scheduler, runner, config = llm.scheduler, llm.model_runner, llm.config
     device = FakeDevice(len(requests), config.model_config.vocab_size)
     for i, r in enumerate(requests):

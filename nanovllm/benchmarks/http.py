@@ -94,7 +94,7 @@ def compare_servers(args: argparse.Namespace, settings: dict, config: Config) ->
 
 
 class ClientProcesses:
-    """Runs up to eight client processes, at most one per two cores, because the server needs the remaining cores."""
+    """Runs up to eight client processes, but at most one per two cores: the server needs the remaining cores."""
 
     def __enter__(self) -> "ClientProcesses":
         # -I, because files in this folder have the same names as other modules; a new session, so that Ctrl-C does not

@@ -61,10 +61,10 @@ def limits(requests: list[Request], config: Config, rates: Rates) -> Limits:
 
 
 def least_steps(requests: list[Request], config: Config, rates: Rates) -> tuple[Steps, Steps]:
-    """Return the reading time and the multiplying time of each prompt step and of each decode step of a run.
+    """Return the reading and multiplying times of a run's prompt steps, and those of its decode steps.
 
     All requests arrive at the same time. The requests start in order. A request starts as soon as fewer than
-    `max_num_seqs` requests run.
+    `max_num_seqs` requests are running.
     """
     costs, waiting = StepCosts(config, rates), iter(requests)
     running: list[list[int]] = []  # for each sequence: its number of tokens, and how many tokens are left to generate
@@ -129,7 +129,7 @@ class StepCosts:
     def _weight_bytes(self, num_tokens: float) -> float:
         """Return the number of bytes of weights that a step reads.
 
-        For a mixture of experts, return the expected number if the router chooses all experts with equal probability.
+        For a mixture of experts, the result is the expected number if all experts are equally likely to be chosen.
         """
         num_weights: float = self.weights
         if moe := self.shape.moe:

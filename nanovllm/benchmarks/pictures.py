@@ -16,7 +16,7 @@ LINE_COLORS = {"nanovllm": "#1a7f5a", "vllm": "#7b8a97", "transformers": "#c08a3
 
 
 def svg_pyplot():
-    """Return `matplotlib.pyplot`, set up to write small and reproducible svg files that contain text as text."""
+    """Return `matplotlib.pyplot` with settings for small and reproducible svg files, in which text stays text."""
     import matplotlib
 
     matplotlib.use("svg")

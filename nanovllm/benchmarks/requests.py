@@ -14,8 +14,8 @@ class Request:
     """A request of a benchmark.
 
     arrival: when the request is due, in seconds from the start of the run.
-    previous: the index of the previous turn of a conversation, if there is one. With a previous turn, `prompt` follows
-        the prompt and the answer of that turn, and `arrival` counts from the end of that answer.
+    previous: the index of the conversation's previous turn, if there is one. In that case, `prompt` is appended to the
+        prompt and answer of the previous turn, and `arrival` counts from the end of that answer.
     """
 
     prompt: list[int]
@@ -26,7 +26,7 @@ class Request:
     previous: int | None = None
 
     def sampling_settings(self) -> dict:
-        """Return arguments that both this package's and vLLM's `SamplingParams` accept."""
+        """Return arguments for `SamplingParams`, both for this package's class and for vLLM's class."""
         settings = dict(temperature=TEMPERATURE, top_k=self.top_k, top_p=self.top_p)
         return settings | dict(max_tokens=self.max_tokens, ignore_eos=True)
 
@@ -88,7 +88,8 @@ def conversations(
     """Make conversations that share a system prompt. A conversation ends early at `max_model_len`.
 
     turns: the least and the greatest number of turns.
-    pause: the mean seconds from an answer to the next question. First questions arrive within `5 * pause` seconds.
+    pause: the mean time in seconds between an answer and the next question. First questions arrive within `5 * pause`
+        seconds.
     medians: the median lengths of a question and of an answer, in tokens.
     """
     rng = random.Random(f"conversations {seed}")

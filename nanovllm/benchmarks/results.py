@@ -14,8 +14,8 @@ import numpy as np
 class Result:
     """The result of one engine on one workload.
 
-    num_runs: how many runs of the workload the result summarizes.
-    token_times: for each request, when its tokens arrived, in seconds since the request was due.
+    num_runs: the number of runs that the result summarizes.
+    token_times: for each request, the arrival times of its tokens, in seconds since the request was due.
     """
 
     seconds: float = 0.0
@@ -61,7 +61,7 @@ def latencies(token_times: list[list[float]]) -> dict[str, list[float]]:
 
 
 def latency_ms(result: Result, kind: str, p: float, min_values: int = 1) -> float:
-    """Return a percentile of one kind of `latencies`, in milliseconds, or NaN for fewer than `min_values` values."""
+    """Return a percentile of one kind of `latencies` in milliseconds, or NaN if there are too few values."""
     values = latencies(result.token_times)[kind]
     return 1000 * percentile(values, p) if len(values) >= min_values else nan
 
@@ -69,7 +69,7 @@ def latency_ms(result: Result, kind: str, p: float, min_values: int = 1) -> floa
 def decode_rate(token_times: list[list[float]], num_seqs: int) -> float:
     """Return the decode speed in tokens per second while all sequences of a run decode (median of the runs).
 
-    `token_times` lists the runs one after another, with `num_seqs` sequences per run.
+    `token_times` contains the runs one after another, with `num_seqs` sequences per run.
     """
     rates = []
     for i in range(0, len(token_times), num_seqs):
@@ -81,7 +81,7 @@ def decode_rate(token_times: list[list[float]], num_seqs: int) -> float:
 
 
 def drafts_since(before: dict | None, now: dict | None) -> str:
-    """Describe the drafts accepted between two readings of `LLM.stats()["spec_decode"]`, in total and by position."""
+    """Describe how many drafts were accepted between two readings of `LLM.stats()["spec_decode"]`."""
     if not before or not now:
         return ""
     names = "drafts", "draft_tokens", "accepted_tokens", "accepted_per_position"

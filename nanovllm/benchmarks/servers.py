@@ -116,7 +116,7 @@ Threads = dict[tuple[int, int], tuple[str, float]]  # by the ids of process and 
 def cpu_times(server: Server, since: Threads | None = None) -> Threads:
     """Return the CPU time of each server thread, or {} outside Linux.
 
-    If `since`, an earlier result, is given, only the CPU time since then counts.
+    If `since` (an earlier result) is given, return only the CPU time since then.
     """
     threads: Threads = {}
     for stat in Path("/proc").glob("[0-9]*/task/[0-9]*/stat"):
@@ -132,7 +132,7 @@ def cpu_times(server: Server, since: Threads | None = None) -> Threads:
 
 @contextmanager
 def gpu_samples() -> Iterator[list[list[float]]]:
-    """Sample each GPU's utilization (in percent) once a second during a `with` block, if `nvidia-smi` exists."""
+    """During a `with` block, measure each GPU's utilization (in percent) once a second, if `nvidia-smi` exists."""
     command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
     samples: list[list[float]] = []
     ended = threading.Event()

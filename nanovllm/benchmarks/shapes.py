@@ -122,7 +122,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %
 def write_shape(name: str, folder: Path, with_text: bool = False) -> None:
     """Make a model folder without weights: a shape's config.json, and a tokenizer with one token per byte.
 
-    with_text: if True, ids that are not bytes decode to words, because a server does not stream tokens without text.
+    with_text: if True, ids that are not bytes are decoded to words, because a server streams no tokens without text.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

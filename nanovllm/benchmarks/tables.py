@@ -39,7 +39,7 @@ class Panel:
     is_drawn: bool = True
 
     def points(self, results: Results) -> dict[tuple[str, str], dict[float, float]]:
-        """For each engine and statistic, return a dict from x to y, for every x that has a result."""
+        """Return a dict for each engine and statistic. The dict maps each x that has a result to y."""
         return {
             (engine, statistic): {x: value(by_workload[name]) for x, name in names.items() if name in by_workload}
             for engine, by_workload in results.items()

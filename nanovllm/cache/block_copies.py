@@ -1,4 +1,4 @@
-"""Copies cache blocks and states on the device, for forked sequences and snapshots of states."""
+"""Functions that copy cache blocks and states on the device, for forks of sequences and snapshots of states."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def block_parts(token_ids: torch.Tensor, caches: dict[Any, list[torch.Tensor]], 
 def copy_blocks(copies: np.ndarray, token_ids: torch.Tensor, caches: dict[Any, list[torch.Tensor]]) -> None:
     """Copy cache blocks, the token ids of these blocks, and states.
 
-    copies: sources and targets, as [2, C] int32. Ids at or above the number of blocks denote states.
+    copies: an int32 array [2, C] of sources and targets. Ids at or above the number of blocks denote states.
     token_ids: [blocks, block_size] int32.
     caches: maps the spec of each group of layers to the group's tensors.
     """

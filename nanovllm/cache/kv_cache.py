@@ -71,7 +71,7 @@ class KVCache:
         self.v.flatten(0, 1).index_copy_(0, slots, v)
 
     def gather(self, spans: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values, each [B, L, kv_heads, head_dim], in the model's `dtype`.
+        """Return keys and values in the model's `dtype`, each a tensor [B, L, kv_heads, head_dim].
 
         Keys and values are read from `spans` [B, L / SPAN_SIZE] int32.
         """
@@ -79,7 +79,7 @@ class KVCache:
 
 
 def gather_spans(cache: torch.Tensor, spans: torch.Tensor) -> torch.Tensor:
-    """Return the tokens of `spans` [B, L / SPAN_SIZE] as [B, L, kv_heads, head_dim].
+    """Return the tokens of `spans` [B, L / SPAN_SIZE] as a tensor [B, L, kv_heads, head_dim].
 
     On a CPU, the result for a single sequence with adjacent spans is a view, not a copy.
     """

@@ -1,7 +1,7 @@
 """The data that layers keep between steps: keys and values, or a state of fixed-size tensors per sequence.
 
 A layer with a method `cache_spec()` gets its part of the engine's memory as `layer.cache`. Layers with equal specs form
-a group, whose memory the ModelRunner allocates together. A spec is an `AttentionSpec` (cache/kv_cache.py), a
+a group. The ModelRunner allocates the memory of a group together. A spec is an `AttentionSpec` (cache/kv_cache.py), a
 `PagedHidden` (models/shared/head_models.py) or a `StateSpec`. Each spec has:
 
 - `of_states`: whether the layer has one state per sequence instead of blocks of tokens.
@@ -83,8 +83,8 @@ def fit_states(runner: "ModelRunner") -> None:
 
     Each of `max_num_seqs` sequences needs a state and, with the prefix cache, a second state for a snapshot. By
     default, states take at most half of the cache's memory. If `num_kvcache_blocks` is set, states take as much memory
-    as they need. If not all states fit, `max_num_seqs` is lowered. With the prefix cache, sequences then get at most
-    three quarters of the states that fit.
+    as they need. If not all states fit, `max_num_seqs` is lowered. If there is a prefix cache, sequences then get at
+    most three quarters of the states that fit.
     """
     config, has_snapshots = runner.config, runner.config.enable_prefix_caching
     num_seqs, num_states = config.max_num_seqs, config.max_num_seqs * (1 + has_snapshots)

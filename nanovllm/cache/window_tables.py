@@ -55,7 +55,7 @@ class DividedSpec(AttentionSpec):
 
 
 def divide_layers(runner: "ModelRunner") -> None:
-    """Give layers with a window separate tables, if separate tables reduce the memory of the longest sequence.
+    """Give separate tables to layers with a window, if this reduces the memory of the longest sequence.
 
     All layers with a window must store keys and values of one shape. All other layers must also share one shape. The
     larger shape must be a multiple of the smaller shape. The runner's model must be loaded. Sets
@@ -101,7 +101,7 @@ def cache_shape(spec: AttentionSpec) -> Shape:
 
 
 def view_tables(views: tuple[TableView, ...], columns: Any, block_table: Any) -> np.ndarray:
-    """Return [views, W]: for each of the `views`, the block ids that layers with this view use.
+    """Return an array [views, W]: for each view, the block ids that its layers use.
 
     Each element of `columns` contains a column's block ids in all window tables. `columns` may be shorter than
     `block_table` [W].
@@ -133,8 +133,8 @@ def set_window_contexts(rows: Iterable[Any], config: "Config", int_tensor: Any) 
 def place_windows(tables: Any, batch: Any, block_size: int) -> None:
     """After `place_decodes`, fill in the window tables and window slots of a batch's decode rows.
 
-    `tables` is a `RequestTables`, and `batch` a `Batch`, both on the device. The host has already filled in the rows of
-    chunks. CUDA graphs contain this function, so it never waits for the device.
+    `tables` is a `RequestTables`, and `batch` is a `Batch`, both on the device. The host has already filled in the rows
+    of chunks. CUDA graphs contain this function, so it never waits for the device.
     """
     shape, requests = batch.shape, tables.window_tables  # [requests, window tables, W + 1]
     k, num_rows, width = shape.tokens_per_row, shape.num_decode_rows, shape.max_blocks_per_seq

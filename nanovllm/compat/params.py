@@ -98,7 +98,7 @@ class FlatLogprobs(list):
 
 
 class SamplingParams(ours.SamplingParams):
-    """Our SamplingParams with vLLM's names and vLLM's default of `max_tokens`. As in vLLM, objects are mutable."""
+    """Our SamplingParams with vLLM's names and vLLM's default of `max_tokens`. As in vLLM, the objects are mutable."""
 
     flat_logprobs = False
 

@@ -1,8 +1,8 @@
 """Implements vLLM's interface for offline generation.
 
 Import names from this module, for example `from nanovllm.compat.vllm import LLM, SamplingParams`. If a program imports
-vLLM itself, call `install()` first. After that call, `import vllm` returns this module, and so does the import of any
-submodule in MODULES. A name that this module lacks raises ImportError or AttributeError.
+vLLM itself, call `install()` first. After that call, `import vllm` returns this module. Importing a submodule in
+MODULES also returns this module. A name that this module lacks raises ImportError or AttributeError.
 """
 
 import gc
@@ -41,7 +41,7 @@ VLLMValidationError = ValueError
 
 
 class NCCLWeightTransferEngine:
-    """An unusable placeholder for vLLM's class that sends weights to a server. TRL always imports it."""
+    """A placeholder, which can't be used. vLLM's class sends weights to a server, and TRL always imports the class."""
 
     def __init__(self, *args: Any, **options: Any):
         raise NotImplementedError("weights are sent by NCCL to vLLM's server only: here, call LLM.load_weights")

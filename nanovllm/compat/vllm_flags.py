@@ -30,7 +30,7 @@ def translate_flags(arguments: Iterable[str], known: Container[str]) -> tuple[li
     """Split a command line into the arguments for our parser and the settings of vLLM's engine.
 
     Our flags, whose names are in `known`, go to our parser. Unknown flags also go to our parser, which reports them.
-    Raises ValueError for an unsupported value of a flag of vLLM's server.
+    Raises ValueError if a flag of vLLM's server has an unsupported value.
     """
     remaining, own_arguments, model, settings = [*arguments], list[str](), list[str](), dict[str, Any]()
     while remaining:

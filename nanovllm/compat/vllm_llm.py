@@ -123,8 +123,8 @@ class LLM(PoolingCalls):
 
         use_tqdm: whether to show our progress bar. If `use_tqdm` is a function, our bar is shown, and the function is
             not called.
-        tokenization_kwargs: may contain `add_special_tokens` and `truncate_prompt_tokens`, which keeps only that many
-            tokens at the end of a prompt.
+        tokenization_kwargs: may contain `add_special_tokens` and `truncate_prompt_tokens`, the number of tokens to keep
+            at the end of a prompt.
         """
         select("argument", unused, (), UNUSED)
         prompts = [self._prompt(prompt, **tokenization_kwargs or {}) for prompt in as_prompts(prompts)]

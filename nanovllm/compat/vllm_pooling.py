@@ -91,10 +91,9 @@ class PoolingCalls(nanovllm.LLM):
     def score(  # type: ignore[override]
         self, data_1: Any, data_2: Any, *, use_tqdm: Any = True, pooling_params: Any = None, **unused: Any
     ) -> list[PoolingRequestOutput]:
-        """Return the relevance of documents (`data_2`) for queries (`data_1`). Raises the same errors as our `score`.
+        """Return the relevance of documents (`data_2`) to queries (`data_1`). Raises the same errors as our `score`.
 
-        As in vLLM, the tokenizer joins query and document. The query and the document must already contain the
-        reranker's template.
+        As in vLLM, the tokenizer joins a query and a document, which must already contain the reranker's template.
         """
         check_task(self.config, "score")
         prompts = [{"prompt_token_ids": self.tokenizer(*pair)["input_ids"]} for pair in pairs_of(data_1, data_2)]

@@ -128,9 +128,9 @@ STRUCTURED_OUTPUTS_CONFIG = {
 
 
 def translate(settings: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Translate vLLM's names of settings to ours, which are in `known`.
+    """Translate the names of vLLM's settings to our names, which are in `known`.
 
-    Raises ValueError for an unsupported value of a vLLM setting. Raises TypeError for an unknown name, and for a
+    Raises ValueError if a vLLM setting has an unsupported value. Raises TypeError for an unknown name, and for a
     setting that is given under both vLLM's name and ours.
     """
     renamed: dict[str, Any] = {}

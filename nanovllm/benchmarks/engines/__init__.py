@@ -23,8 +23,8 @@ def run_engines(
 ) -> tuple[Results, list[Exception]]:
     """Run the workloads on each engine. Return the results, and the errors of engines that failed.
 
-    If there are several names, each engine runs in a separate process. After Ctrl-C, start no further engine, and
-    return only the results of workloads that have run completely. Raises the error of the first engine.
+    If there are several names, each engine runs in a separate process. After Ctrl-C, no other engine starts, and only
+    the results of complete workloads are returned. An error of the first engine is raised.
     """
     results: Results = {}
     errors: list[Exception] = []

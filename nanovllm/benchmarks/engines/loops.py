@@ -16,7 +16,7 @@ BAR: dict[str, Any] = dict(leave=False, dynamic_ncols=True)
 
 
 def measure(engine: str, run: Run, workloads: Workloads, summary: Summary) -> dict[str, Result]:
-    """Do all runs of each workload, and report when a workload starts and ends. The first run is a warm-up.
+    """Execute all runs of each workload, and report its start and end. The first run is a warm-up.
 
     After Ctrl-C, return the results of the workloads that have finished, if any.
     """
@@ -34,7 +34,7 @@ def measure(engine: str, run: Run, workloads: Workloads, summary: Summary) -> di
 
 
 def serve(engine, requests: list[Request]) -> Result:
-    """Submit each request when it is due, and step the engine until all requests have ended.
+    """Submit each request when it is due, and run engine steps until all requests have ended.
 
     `engine.params` returns a request's sampling parameters. `engine.add` adds a request and returns the request id.
     `engine.step` returns (request id, token id) for each new token. A request that is due during a step is submitted

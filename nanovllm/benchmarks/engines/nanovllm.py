@@ -44,7 +44,7 @@ class NanoVllmSteps:
         return output.new_tokens
 
     def seconds_saved(self) -> float:
-        """Estimate the computation time (in seconds) that prefix cache hits have saved since the last call.
+        """Estimate how many seconds of computation the prefix cache has saved since the last call.
 
         The estimate assumes the speed that the engine measured at its start.
         """

@@ -9,7 +9,7 @@ from nanovllm.config import Config
 
 
 def run_transformers(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
-    """Run padded batches with three batch sizes and, on a CPU, with two dtypes. Return the fastest result."""
+    """Run padded batches of three sizes and, on a CPU, with two dtypes. Return the fastest result."""
     import torch
     from transformers import AutoModelForCausalLM, StoppingCriteria
 

@@ -41,7 +41,7 @@ def vllm_settings(model: str, settings: dict) -> dict:
 
 
 def speculation(settings: Any) -> dict[str, Any]:
-    """Translate our resolved `speculative_config` for vLLM. vLLM drafts in every step, even if drafts save no time."""
+    """Translate our resolved `speculative_config` for vLLM, which always drafts tokens, even if this saves no time."""
     names = [name for name in OF_DRAFTS if getattr(settings, name) is not None]
     if settings.method == "suffix":
         names += [name for name in settings.__dataclass_fields__ if name.startswith("suffix_")]
@@ -51,7 +51,7 @@ def speculation(settings: Any) -> dict[str, Any]:
 
 @contextmanager
 def ending(engine: Any) -> Iterator[None]:
-    """End vLLM's process when the `with` block ends, because vLLM 0.33 would otherwise never end it."""
+    """End vLLM's process when the `with` block ends, because otherwise vLLM 0.33 would never end it."""
     try:
         yield
     finally:
