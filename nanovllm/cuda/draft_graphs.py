@@ -17,9 +17,9 @@ ROWS = 16, 64, 256, 1024, 2048
 class DraftGraphs:
     """CUDA graphs of a drafter, one per size in `capture_sizes` up to the largest batch that may draft.
 
-    Each graph computes the rows of tokens that are new to the drafter, and then all drafts of a step. A graph writes
-    the drafts to RequestTables, where the graph of the step reads them. For each size in ROWS, another graph computes
-    prompt rows, so that the drafter catches up with the model.
+    Each graph first computes the rows of tokens that are new to the drafter. Then it computes all drafts of a step. A
+    graph writes the drafts to RequestTables, where the graph of the step reads them. For each size in ROWS, another
+    graph computes prompt rows, so that the drafter catches up with the model.
     """
 
     def __init__(self, config: Config, drafter: Any, pad_req_index: int, pool: Any):

@@ -19,7 +19,7 @@ from nanovllm.utils.double_buffer import DoubleBuffer
 def capture_sizes(max_num_seqs: int, fills_tiles: bool) -> list[int]:
     """Return the batch sizes to capture, in ascending order up to `max_num_seqs`. Small sizes are closer together.
 
-    With `fills_tiles`, all sizes above 64 except the last are multiples of 128, which fill whole GEMM tiles.
+    If `fills_tiles` is set, all sizes above 64 except the last are multiples of 128, to fill whole GEMM tiles.
     """
     sizes = [1, 2, 4, 8, *range(16, 256, 16), *range(256, max_num_seqs, 32)]
     if fills_tiles:
@@ -50,7 +50,7 @@ def max_seqs_of(config: Config, tokens_per_row: int) -> int:
 
 
 def decode_shapes(config: Config) -> list[BatchShape]:
-    """Return the shapes of decode steps to capture. With drafts, some shapes have several tokens per row."""
+    """Return the shapes for which decode steps are captured. With drafts, some shapes have several tokens per row."""
     return [
         decode_shape(size, config.max_blocks_per_seq, k, len(config.table_views))
         for k in sorted({1, config.tokens_per_row})
@@ -63,7 +63,7 @@ class DecodeGraphs:
 
     A graph first copies the batch from pinned host memory, and finally copies the results to host memory. Between two
     steps, the host only launches the next graph. There are two host buffers, so the host can prepare a step while the
-    previous step runs. Host and device each store the index of their current buffer, and each replay advances both
+    previous step runs. The host and the device each store the index of their current buffer. Each replay advances both
     indices.
     """
 
@@ -170,8 +170,9 @@ class MixedGraphs:
     """CUDA graphs of steps with prefill chunks.
 
     One graph per `graph_shape` runs the model, and one graph per number of rows runs the sampler. A single graph for
-    model and sampler would compute logits for all tokens of a chunk. New requests' sampling parameters and features'
-    arrays have different sizes in each step, so `replay` writes them to the device before the graphs run.
+    model and sampler would compute logits for all tokens of a chunk. In each step, the sampling parameters of new
+    requests and the arrays of features have different sizes. `replay` therefore writes them to the device before the
+    graphs run.
     """
 
     def __init__(

@@ -105,7 +105,7 @@ class CUDAModelRunner(BatchRunner):
     def host_buffer(self, shape: BatchShape) -> np.ndarray:
         """Return pinned memory for a batch.
 
-        The step that last used this buffer, two steps ago, must have finished.
+        The last step that used this buffer (two steps ago) must have finished.
         """
         buffers = self.graphs.host_buffers if self._has_decode_graph(shape) else self.buffers.host
         return buffers.current.batch.numpy()

@@ -34,7 +34,7 @@ def has_graphs(runner: "CUDAModelRunner") -> bool:
 
 
 def warm_up_rest(runner: "CUDAModelRunner") -> None:
-    """After the capture of graphs, compile the remaining kernels, time drafts, and clear the request tables."""
+    """After graphs are captured, compile the remaining kernels, measure drafts, and clear the request tables."""
     if runner.mixed_graphs is None:
         warm_up_kernels(runner)
     for length in warm_up_lengths(runner.config):
@@ -146,9 +146,9 @@ def milliseconds_per_token(runner: "CUDAModelRunner") -> float:
 
 @torch.inference_mode()
 def compile_kernels(runner: "CUDAModelRunner") -> None:
-    """Compile the kernels of the captured steps and of the longest step in parallel. No kernel runs.
+    """Compile the kernels of the captured steps and of the longest step, in parallel. No kernel runs.
 
-    The kernels of a step with n tokens may change where n or n - 128 exceeds a power of two. Kernels that are not
+    The choice of kernels for n tokens may change when n or n - 128 exceeds a power of two. Kernels that are not
     compiled here are compiled at their first launch.
     """
     from nanovllm.kernels.launch.dependent_launch import compile_only

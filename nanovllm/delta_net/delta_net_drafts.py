@@ -25,9 +25,10 @@ from nanovllm.kernels import operation
 
 @operation
 def delta_net_drafts(qkvz, ba, layer: GatedDeltaNet, states: State, rows, context_lens, out, count=None) -> None:
-    """Compute `delta_net_step` for a token and k - 1 drafts of each of B sequences.
+    """Compute `delta_net_step` for B sequences, each with one token and k - 1 drafts.
 
-    qkvz [B * k, channels + heads * value_dim]; ba [B * k, 2 * heads]; out [B * k, heads * value_dim].
+    qkvz is [B * k, channels + heads * value_dim], ba is [B * k, 2 * heads], and out is [B * k, heads * value_dim].
+
     context_lens: [B * k], the position of each token plus 1. If a token's value in `context_lens` does not exceed the
     previous token's value, the token is a copy of the previous token.
     count: [1] int32; if given, how many of the B * k tokens are not padding.
@@ -72,7 +73,7 @@ def _advance(inputs: torch.Tensor, layer: GatedDeltaNet, states: State, rows: to
 
     `inputs` is [B, T, channels + 2 * heads].
 
-    Return the inputs of the convolution [B, conv_size - 1 + T, channels], the outputs [B, T, heads, value_dim], and the
+    Return the convolution's inputs [B, conv_size - 1 + T, channels], the outputs [B, T, heads, value_dim], and the
     matrices after the last token.
     """
     windows, matrices = states.tensors

@@ -1,7 +1,7 @@
 """The gated delta rule: a layer with a fixed-size state instead of attention (Yang et al. 2024, arXiv:2412.06464).
 
-Each head stores an associative memory: a matrix S [value_dim, key_dim]. For each token, S first decays. The matrix S
-returns the value S k for the token's key k. S changes so that S k moves towards the token's value by the fraction beta.
+Each head stores an associative memory: a matrix S [value_dim, key_dim]. For each token, S first decays. For the token's
+key k, S returns the value S k. S then changes so that S k moves towards the token's value by the fraction beta.
 Finally, S is multiplied by the token's query:
 
     S = exp(log_decay) S;  S = S + beta (v - S k) k^T;  out = S q
@@ -30,7 +30,7 @@ CHUNK = 64  # tokens that update a state together
 class DeltaHeads(NamedTuple):
     """The heads of a layer or a rank.
 
-    Each query head and each key head serves `num_values / num_keys` adjacent value heads.
+    Each query head and each key head belongs to `num_values / num_keys` adjacent value heads.
     """
 
     num_keys: int
@@ -53,7 +53,7 @@ class DeltaHeads(NamedTuple):
 def delta_rule_step(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, torch.Tensor]:
     """Process one token in float32, by this module's equations. Return the output [..., value_dim] and the new state.
 
-    q and k are [..., key_dim], v is [..., value_dim], `log_decay` and `beta` are [...], and `state` is [..., value_dim,
+    q and k are [..., key_dim], and v is [..., value_dim]. `log_decay` and `beta` are [...]. `state` is [..., value_dim,
     key_dim]. The new state has the dtype of `state`.
     """
     dtype = state.dtype
@@ -64,7 +64,7 @@ def delta_rule_step(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, torc
 
 
 def _read(state: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return `state @ key`, [..., value_dim]. On a CPU, the equivalent `key @ state.mT` is much faster."""
+    """Return `state @ key` as a tensor [..., value_dim]. On a CPU, the equivalent `key @ state.mT` is much faster."""
     return (key[..., None, :] @ state.mT)[..., 0, :]
 
 
@@ -100,8 +100,8 @@ def chunk_delta_rule(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, tor
 class GatedDeltaNet(nn.Module):
     """A layer with the gated delta rule: its projections, and the state of each sequence.
 
-    `layer.cache.tensors` contains `windows` [rows, conv_size - 1, channels], the last inputs of the convolution, and
-    `matrices` [rows, heads, value_dim, key_dim].
+    `layer.cache.tensors` contains two tensors. `windows` [rows, conv_size - 1, channels] stores the last inputs of the
+    convolution. `matrices` [rows, heads, value_dim, key_dim] stores the matrix S of each head.
     """
 
     l2_eps = 1e-6  # for the L2 norms of queries and keys
@@ -176,16 +176,18 @@ class GatedDeltaNet(nn.Module):
 
 
 def ranges_of_rank(sizes: tuple[int, ...], tp: TensorParallel) -> tuple[range, ...]:
-    """Return a rank's row ranges of a weight in which layers with these `sizes` are concatenated."""
+    """Return a rank's row ranges of a weight, which concatenates layers of these `sizes`."""
     starts = (sum(sizes[:i]) for i in range(len(sizes)))
     return tuple(range(start, start + size)[tp.local_slice(size)] for start, size in zip(starts, sizes))
 
 
 @operation
 def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -> None:
-    """Compute convolution, gates, delta rule and gated norm for one token of each of B sequences. Fill `out`.
+    """Fill `out` with the results of convolution, gates, delta rule and gated norm for B sequences with one token each.
 
-    qkvz [B, channels + heads * value_dim]; ba [B, 2 * heads]; out [B, heads * value_dim]; layer: a GatedDeltaNet.
+    qkvz is [B, channels + heads * value_dim], ba is [B, 2 * heads], and out is [B, heads * value_dim]. `layer` is a
+    GatedDeltaNet.
+
     rows: [B], the rows of the states to read and overwrite. Only padding may repeat a row.
     count: [1] int32; if given, how many of the B sequences are not padding.
     """
@@ -204,7 +206,7 @@ def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -
 def delta_net_chunks(qkvz, ba, layer: Any, states: State, state_rows, starts, num_seqs: int, out, count=None) -> None:
     """Compute `delta_net_step` for each token in the chunks of B sequences.
 
-    Rows of `out` after the last token become 0. Sequence i has the tokens from `starts[i]` to `starts[i + 1]`. The
+    The rows of `out` after the last token become 0. Sequence i has the tokens from `starts[i]` to `starts[i + 1]`. The
     state of sequence i is read from row `state_rows[0, i]`, and written to row `state_rows[1, i]`. If `count` [1] int32
     is given, the first `count` entries of `starts` and `state_rows` are decode rows, and are skipped.
     """
@@ -227,7 +229,7 @@ def delta_net_chunks(qkvz, ba, layer: Any, states: State, state_rows, starts, nu
 def convolve(inputs: torch.Tensor, layer: GatedDeltaNet) -> torch.Tensor:
     """Convolve each channel of `inputs` over time, and apply SiLU. `inputs` is [B, conv_size - 1 + T, channels].
 
-    Return [B, T, channels] float32.
+    Return a float32 tensor [B, T, channels].
     """
     taps = layer.conv1d.weight[:, 0].float().T  # [conv_size, channels]
     num_tokens = inputs.shape[1] - len(taps) + 1
@@ -235,7 +237,7 @@ def convolve(inputs: torch.Tensor, layer: GatedDeltaNet) -> torch.Tensor:
 
 
 def rule_inputs(qkv: torch.Tensor, ba: torch.Tensor, layer: GatedDeltaNet) -> tuple[torch.Tensor, ...]:
-    """Return the queries, keys, values, log decays and betas of each value head, as float32 [T, heads, ...]."""
+    """Return the queries, keys, values, log decays and betas of each value head, as float32 tensors [T, heads, ...]."""
     heads, (num_queries, _, num_values) = layer.heads, layer.heads.sizes
     qk, v = qkv.split((2 * num_queries, num_values), 1)
     qk = qk.unflatten(1, (2, heads.num_keys, heads.key_dim))
@@ -247,7 +249,7 @@ def rule_inputs(qkv: torch.Tensor, ba: torch.Tensor, layer: GatedDeltaNet) -> tu
 
 
 def gated_norm(x: torch.Tensor, z: torch.Tensor, layer: GatedDeltaNet) -> torch.Tensor:
-    """Return the RMS norm of each head of x, times SiLU of z.
+    """Return the RMS norm of each head of x, multiplied by SiLU(z).
 
     x is [T, heads, value_dim] float32. z and the result are [T, heads * value_dim].
     """

@@ -1,4 +1,4 @@
-"""Reads from config.json which layers use the gated delta rule, and the sizes of their heads."""
+"""Reads which layers of a model use the gated delta rule, and the sizes of their heads, from config.json."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ class HybridConfig:
     state_dtype: str = "float32"  # of the stored matrices
 
     def more_weights(self, queries: int, keys: int) -> float:
-        """Return the mean number of weights that a layer has in addition to plain attention and experts.
+        """Return the mean number of weights per layer beyond those of plain attention and experts.
 
         The number is divided by the hidden size.
         """

@@ -46,8 +46,8 @@ class PeerMemory:
     The two buffers alternate within a forward pass, so a fast rank never overwrites what another rank still reads.
     Before a rank writes to buffer A again, it passes the barrier of buffer B. The other ranks reach the barrier of
     buffer B only after they have read buffer A. Every forward pass ends with an exchange of keys (`all_reduce_max`),
-    which has a separate buffer and barrier. After this exchange, no rank still reads a sum, so every forward pass can
-    begin with the first buffer for sums.
+    which has a separate buffer and barrier. After this exchange, no rank reads a sum any more, so every forward pass
+    can begin with the first buffer for sums.
 
     The memory is shared through CUDA IPC handles, without NVLink multicast.
     """
@@ -96,7 +96,7 @@ class PeerMemory:
         self.aborted.fill_(1)
 
     def close(self) -> None:
-        """Free the memory. No queued work may still read the memory."""
+        """Free the memory. The caller must make sure that no queued work will read it."""
         with torch.cuda.device(self.device):
             for rank, pointer in enumerate(self._pointers):
                 name = "cuMemFree_v2" if rank == self.rank else "cuIpcCloseMemHandle"
@@ -131,7 +131,7 @@ class PeerTensorParallel(Ranks):
     ) -> torch.Tensor:
         """Return the concatenated results of `compute` on all ranks: [num_rows, ranks * width].
 
-        If sampling `params` are given, rows without filters such as top-p may lack the columns of other ranks.
+        If sampling `params` are given, a row without filters (such as top-p) may lack the columns of other ranks.
         """
         y = self.sum(compute, num_rows, width, dtype)
         return ops.gather_columns(y.parts[0], y.barrier, params)

@@ -23,5 +23,5 @@ class Ranks(TensorParallel):
         self.lost = True
 
     def leave_in_child(self) -> None:
-        """Forget the other ranks in a forked child, because these ranks belong to the parent process."""
+        """In a forked child process, forget the other ranks, because they belong to the parent process."""
         self.lost = True

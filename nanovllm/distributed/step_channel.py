@@ -21,9 +21,9 @@ HEADER = 512  # words for the size of the pickled shape in bytes, followed by th
 class StepChannel:
     """Rank 0's end of the channel.
 
-    A buffer is an int32 array: a batch's pickled shape, then the batch. Each reader has two semaphores. `free` counts
-    the buffers that this reader has read, and `filled` counts the buffers that this reader must still read. Because of
-    the semaphores, no buffer is overwritten too early, and readers sleep while there is nothing to read. Rank 0 can
+    A buffer is an int32 array: a batch's pickled shape, then the batch. Each reader has two semaphores. `free` is the
+    number of buffers that this reader has read, and `filled` is the number of buffers that it has not read yet. Because
+    of the semaphores, no buffer is overwritten too early, and readers sleep while there is nothing to read. Rank 0 can
     always increment a semaphore, even if a reader was killed. Child processes inherit the memory (an unnamed file) and
     the semaphores (eventfds), so no named object can outlive the processes.
     """
@@ -64,7 +64,7 @@ class StepChannel:
             os.eventfd_write(filled, 1)
 
     def release(self) -> None:
-        """Let a waiting `send` continue, because the readers are gone."""
+        """End the wait of `send`, because the readers are gone."""
         for free in self._free:
             os.eventfd_write(free, NUM_BUFFERS)
 

@@ -48,13 +48,13 @@ BOOTSTRAP = (
 class Workers:
     """Rank 0's view of the other ranks, in the caller's process.
 
-    A supervisor thread starts, watches and ends the processes, so an interrupt in the caller's thread can't leave this
-    work half done. If a rank ends, reports an error or does not start in time, the supervisor kills all ranks. The
-    supervisor also stores the reason in `failure`, and makes rank 0's device stop waiting. If the caller is killed, the
-    ranks end by themselves.
+    A supervisor thread starts, watches and ends the processes. An interrupt in the caller's thread therefore can't
+    leave this work half done. If a rank ends, reports an error or does not start in time, the supervisor kills all
+    ranks. The supervisor also stores the reason in `failure`, and makes rank 0's device stop waiting. If the caller is
+    killed, the ranks end by themselves.
 
     The processes are plain subprocesses. With `multiprocessing`, each process would import the caller's script. Also, a
-    forked child of the caller would end the ranks' processes at its exit.
+    forked child of the caller would end the ranks' processes when the child exits.
     """
 
     def __init__(self, config: Config):
@@ -108,7 +108,7 @@ class Workers:
     def launch(self, runner: ModelRunner, step: ScheduledStep) -> PendingStep:
         """Launch a step on all ranks. Raises RuntimeError if the ranks have failed, or if another thread calls `exit`.
 
-        If rank 0 fails after sending the step and before launching it, the ranks can't continue.
+        If rank 0 sends a step and then fails to launch it, the ranks can't continue.
         """
         channel = self._channel
         self.check()
@@ -192,7 +192,7 @@ class Workers:
                 self._fail(f"the ranks did not start within {START_TIMEOUT:.0f} s")
 
     def _fail(self, reason: str) -> None:
-        """Kill all ranks. Store `reason` in `failure`, unless an earlier reason is there."""
+        """Kill all ranks. Store `reason` in `failure`, unless `failure` is already set."""
         if os.getpid() != self._caller_pid:
             return
         self.failure = self.failure or reason
@@ -273,7 +273,7 @@ def connect(rank: int, config: Config, folder: Path) -> Ranks:
 
 
 def work(fd: int) -> None:
-    """Run the process of a rank until the process is killed. The socket `fd` is connected to rank 0."""
+    """Do the work of a rank until this process is killed. The socket `fd` is connected to rank 0."""
     sock = socket.socket(fileno=fd)
     rank, caller, config, folder, fds = pickle.loads(sock.recv(MAX_MESSAGE_BYTES))
     end_with_caller(caller, folder)
@@ -305,7 +305,7 @@ def serve(runner: ModelRunner, reader: StepReader) -> None:
 
 
 def end_with_caller(caller: int, folder: Path) -> None:
-    """End this process, and remove `folder`, when the caller is gone or SIGTERM arrives.
+    """When the caller is gone or SIGTERM arrives, remove `folder` and end this process.
 
     `Workers` must have blocked SIGTERM.
     """

@@ -15,7 +15,7 @@ MAX_WAIT_SECONDS = 0.02  # short, because callers' commands wait meanwhile
 
 
 def hold(scheduler: "Scheduler", seq: Sequence) -> None:
-    """Hold a running or waiting sequence after its last step.
+    """Hold a sequence after its last step. The sequence may be running or waiting.
 
     `release` ends the hold when the `awaited` Future is done.
     """

@@ -11,7 +11,7 @@ from nanovllm.engine.sequence import Sequence, packed_ids
 class Block:
     """A block of the paged KV cache.
 
-    A block with a hash is in the prefix cache. Cache lookups compare hashes and token ids.
+    A block with a hash is in the prefix cache. A lookup in this cache compares hashes and token ids.
     """
 
     __slots__ = ("block_id", "hash", "ref_count", "token_ids")
@@ -86,7 +86,7 @@ class BlockManager:
         return self.num_blocks_for(seq.num_tokens + 1) - num_shared + num_spare <= len(self.free_block_ids)
 
     def allocate(self, seq: Sequence) -> None:
-        """Allocate blocks for all tokens of `seq`. Tokens found in the prefix cache count as computed."""
+        """Allocate blocks for all tokens of `seq`. Tokens that are found in the prefix cache count as computed."""
         assert not seq.block_table
         for block_id in self._cached_prefix(seq):
             block = self.blocks[block_id]
@@ -104,7 +104,7 @@ class BlockManager:
         """Share the full blocks of `seq` with `other`, and add a block to `other`.
 
         Both sequences have the same computed tokens. If the last block of `seq` is not full, the next step first copies
-        its contents into the block added to `other`.
+        this block into the new block of `other`.
         """
         num_full = seq.num_computed_tokens // self.block_size
         other.block_table = seq.block_table[:num_full]
@@ -120,7 +120,7 @@ class BlockManager:
         return len(seq.block_table) * self.block_size < num_tokens
 
     def can_append(self, seq: Sequence) -> bool:
-        """Return whether the last token of `seq` can be stored, in the blocks of `seq` or in a free block."""
+        """Return whether the last token of `seq` fits into the blocks of `seq` or into a free block."""
         return not self.needs_block(seq, seq.num_tokens) or self.num_free > 0
 
     def may_append(self, seq: Sequence, num_tokens: int | None = None) -> None:
@@ -158,7 +158,7 @@ class BlockManager:
         return copies
 
     def end_of_chunk(self, seq: Sequence, end: int) -> int:
-        """Return where a chunk ends, which is earlier than `end` only if layers keep a state or have a window."""
+        """Return the end of a chunk. It is less than `end` only if layers keep a state or have a window."""
         return end
 
     def state_row(self, seq: Sequence) -> int:
@@ -189,7 +189,7 @@ class BlockManager:
     def _cached_prefix(self, seq: Sequence) -> list[int]:
         """Return the ids of the cached blocks with which `seq` begins.
 
-        The block of the last token is never included, so that a token is left to compute.
+        The block of the last token is never included, so that at least one token remains to be computed.
         """
         block_ids: list[int] = []
         if not self.enable_prefix_caching or seq.skips_prefix_hits:

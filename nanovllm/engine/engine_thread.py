@@ -21,9 +21,9 @@ T = TypeVar("T")
 class EngineThread:
     """Runs the steps of an engine. No other thread changes the engine's state.
 
-    Callers submit requests and wait for outputs in other threads, so Ctrl-C interrupts a wait but never a step. Calls
-    are queued as commands, which this thread executes between steps. The thread runs steps while a collector wants
-    steps, and sleeps otherwise.
+    Callers submit requests and wait for outputs in other threads, so Ctrl-C interrupts a wait but never a step. A call
+    is queued as a command, which this thread executes between steps. As long as a collector needs steps, this thread
+    runs steps. Otherwise, it sleeps.
 
     Signal handlers and finalizers may call `submit`, `abort`, `discard` and `exit` at any moment. These calls can't
     deadlock, because the interrupted code never holds a lock of the queues.
@@ -67,7 +67,7 @@ class EngineThread:
         self._post(partial(self._output_processor.abort, request_id))
 
     def discard(self, request_ids: Collection[int]) -> None:
-        """End requests before the next step. They get no output."""
+        """End requests before the next step, without output."""
         self._post(partial(self._output_processor.discard, request_ids))
 
     def is_finished(self, collector: OutputCollector) -> bool:
@@ -102,7 +102,7 @@ class EngineThread:
         return value
 
     def watch(self, collector: OutputCollector) -> None:
-        """Make `collector` fail when a rank is lost, even if it has no requests. Keep only a weak reference."""
+        """Make `collector` fail when a rank is lost, even if there are no requests. Keep only a weak reference."""
         self._watchers = [watcher for watcher in self._watchers if watcher() is not None] + [ref(collector)]
         self._post(self.engine.check_open, collector)  # a rank may be lost already
 
@@ -129,8 +129,9 @@ class EngineThread:
     def exit(self) -> None:
         """Drop all requests, free the device's memory, and end the thread. Waiting callers get a RuntimeError.
 
-        In the engine thread or the ranks' supervisor, where a finalizer may run, this method returns immediately. The
-        engine thread then ends after its current step. In a forked child, the method does nothing.
+        A finalizer may call this method in the engine thread or in the ranks' supervisor thread. In these threads, the
+        method returns immediately, and the engine thread ends after its current step. In a forked child, the method
+        does nothing.
         """
         if os.getpid() != self._pid:
             return
@@ -153,7 +154,7 @@ class EngineThread:
     # -- for this thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Loop until the engine closes: execute queued commands, then run a step. If no step is wanted, sleep."""
+        """Loop until the engine closes: execute queued commands, then run a step. If no step is needed, sleep."""
         try:
             while not self._is_closing:
                 try:
@@ -216,9 +217,9 @@ class EngineThread:
 
 
 class Submission:
-    """Submits requests at the start of a `with` block, and discards the unfinished requests at its end.
+    """Submits requests at the start of a `with` block, and discards unfinished requests at the end of the block.
 
-    If an interrupt skips the end, the requests are discarded when this object is garbage-collected.
+    If an interrupt prevents this, the requests are discarded when this object is garbage-collected.
     """
 
     _requests: Collection[Request] = ()

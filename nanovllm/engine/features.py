@@ -39,7 +39,7 @@ class StepFeature:
         Raise ValueError or TypeError to reject the request. The feature's state for a sequence is
         `seq.feature_state[name]`, initially None. The feature may set these attributes of a sequence:
 
-        columns: values for the device, by column name. This base method sets the columns named in `fields`.
+        columns: values for the device, by column name. This base method sets the columns that `fields` names.
         is_watched: `after_step` sees each token.
         waits_for_token: no token is decoded before `after_step` has seen the previous token.
         skips_prefix_hits: the prompt is computed without reading the prefix cache.
@@ -51,8 +51,8 @@ class StepFeature:
     def prepare(cls, step: ScheduledStep) -> Arrays | None:
         """Return a dict of int32 arrays for a step, or None if the feature needs no arrays.
 
-        A value may also be a list of arrays of equal length. Each rank creates its instance of a feature when the
-        feature's first arrays arrive. A feature that edits logits must therefore return a dict (possibly empty) for
+        A value may also be a list of arrays of equal length. A rank creates its instance of a feature when the
+        feature's first arrays arrive. If a feature edits logits, it must therefore return a dict (possibly empty) for
         each step with new sequences.
         """
         return {} if step.new_seqs and cls.edit_logits is not StepFeature.edit_logits else None
@@ -86,14 +86,14 @@ class StepFeature:
     def after_step(cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: Any) -> None:
         """Inspect the new tokens, and add the sequences that must end to `ends`.
 
-        `arrived` maps the index of each new token in `StepResult.token_ids` to the token's sequence. Sequences that are
-        not watched or have already ended are left out. The new token is also the last element of `seq.token_ids`,
-        unless the sequence pauses after each token. `result` is the return value of `result(step)`, or None (see
-        `after_forward`).
+        `arrived` maps the index of each new token in `StepResult.token_ids` to the token's sequence. `arrived` leaves
+        out sequences that are not watched or have already ended. The new token is also the last element of
+        `seq.token_ids`, unless the sequence pauses after each token. `result` is the return value of `result(step)`, or
+        None (see `after_forward`).
 
-        A feature does long work in another thread, and stores the Future of the work in `seq.awaited`. The Future's
-        result is a value of `Ends`, or None if the sequence continues. A sequence with `awaited` must also have
-        `waits_for_token`, and is held until the Future is done.
+        If a feature's work takes long, the feature does it in another thread, and stores the work's Future in
+        `seq.awaited`. The Future's result is a value of `Ends`, or None if the sequence continues. A sequence with
+        `awaited` must also have `waits_for_token`, and is held until the Future is done.
         """
 
     @classmethod

@@ -1,6 +1,6 @@
-"""Forks sequences for several answers to one prompt (`n` > 1) and for beam search. Beams pause after each token.
+"""Functions that fork sequences, for several answers to one prompt (`n` > 1) and for beam search.
 
-These functions extend the Scheduler, but most requests do not need them.
+These functions extend the Scheduler, but most requests do not need them. Beams pause after each token.
 """
 
 from copy import copy, deepcopy
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def start_others(scheduler: "Scheduler", seq: Sequence, step: ScheduledStep) -> None:
-    """Start as many of the prompt's other answers as fit. Sample the answers' first tokens from the row of `seq`."""
+    """Start the prompt's other answers, as many as fit. Sample their first tokens from the row of `seq`."""
     num_spare = len(scheduler.running) - 1  # a block for each other sequence, as in `Scheduler._admit`
     for other in seq.group:
         if other.status is not SequenceStatus.WAITING or other.has_sampled:

@@ -93,7 +93,7 @@ class LLMEngine:
         parameters that the model recommends. `priority` contains one integer per prompt: see `add_request`.
         `lora_request` is one adapter for all prompts, or a list with one entry (an adapter or None) per prompt.
 
-        If a prompt is invalid, `generate` raises ValueError or TypeError, as `add_request` does, and queues no prompt.
+        If a prompt is invalid, `generate` queues no prompt, and raises ValueError or TypeError, as `add_request` does.
         Ctrl-C drops the requests of this call. `use_tqdm` shows a progress bar on a terminal or in a notebook.
         """
         requests = self.input_processor.requests(prompts, sampling_params, OutputKind.FINAL_ONLY, None, priority)
@@ -125,9 +125,9 @@ class LLMEngine:
         """Yield the answers of `generate` piece by piece. Events of different prompts are interleaved.
 
         Text that might be part of a stop string is held back, and no piece ends within a character.
-        `chat_template_kwargs` apply to conversations. If a prompt is invalid, the error is raised when `stream` is
-        called, before the iteration. The first `next` queues the requests, and leaving the loop drops the unfinished
-        requests. The engine runs at most 32 steps ahead of the reader, unless other callers need more steps.
+        `chat_template_kwargs` apply to conversations. If a prompt is invalid, the call of `stream` raises the error,
+        before the iteration. The first `next` queues the requests. Leaving the loop drops the unfinished requests. The
+        engine runs at most 32 steps ahead of the reader, unless other callers need more steps.
         """
         self.engine_thread.check_open()
         kind = OutputKind.DELTA
@@ -141,14 +141,14 @@ class LLMEngine:
         priority: int = 0,
         lora_request: Adapters = None,
     ) -> int:
-        """Queue a request and return its id. The thread that added the request gets its output from `step`.
+        """Queue a request and return its id. If the same thread calls `step`, `step` returns the request's output.
 
         With `scheduling_policy="priority"`, the request with the lowest `priority` is served first. With "fcfs",
         `priority` must be 0.
 
         Raises ValueError if the prompt is empty, has `max_model_len` tokens or more, or contains a token id outside the
-        vocabulary. Raises TypeError for anything that is not a prompt. Errors of a custom scheduling policy propagate.
-        Also raises the errors of `lora.adapter_files.read_adapter`. After an error, nothing is queued.
+        vocabulary. Raises TypeError for anything that is not a prompt. Also raises the errors of a custom scheduling
+        policy, and those of `lora.adapter_files.read_adapter`. After an error, nothing is queued.
         """
         self.engine_thread.check_open()
         request = self.input_processor.request(prompt, sampling_params, OutputKind.TOKENS, priority=priority)
@@ -197,8 +197,7 @@ class LLMEngine:
     def stats(self) -> dict[str, Any]:
         """Return counts since the start, and the current state.
 
-        `requests`: the numbers of waiting and running sequences. Each of the `n` answers to a prompt counts as a
-        sequence.
+        `requests`: the numbers of waiting and running sequences. Each of a prompt's `n` answers is a sequence.
         `blocks`: the numbers of used, cached and free blocks. A cached block is a free block that the prefix cache
         still contains.
         `block_groups`: the blocks that each group of layers uses, if there are several groups.
@@ -233,7 +232,7 @@ class LLMEngine:
 
 
 class Stopwatch:
-    """Times consecutive phases. `part_done(name)` ends a phase, and stores the phase's duration in `seconds[name]`."""
+    """Measures consecutive phases. `part_done(name)` ends a phase, and stores its duration in `seconds[name]`."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Defines the plain model runner, which holds a rank's weights and part of the KV cache, and runs steps."""
+"""Defines the plain model runner, which runs steps, and holds a rank's weights and its part of the KV cache."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -107,11 +107,11 @@ class ModelRunner:
         return CPU_KV_CACHE_BYTES
 
     def time_per_token(self) -> float:
-        """Return the milliseconds per prompt token: estimated on a CPU, measured on CUDA."""
+        """Return the milliseconds per prompt token, which are estimated on a CPU and measured on CUDA."""
         return self.milliseconds_per_token
 
     def capture_cudagraph(self) -> None:
-        """Capture steps in CUDA graphs. Only the CUDA runner overrides this method."""
+        """Do nothing. The CUDA runner overrides this method to capture steps in CUDA graphs."""
 
     def on_device(self) -> AbstractContextManager:
         """Suspend the caller's autocast, because it would change dtypes. On CUDA, also make the device current."""
@@ -219,17 +219,17 @@ class ModelRunner:
         return self.int_tensor(input_ids), self.int_tensor(positions)
 
     def prepare_block_tables(self, seqs: list[Sequence]) -> torch.Tensor:
-        """Return the cache block ids of each sequence, padded with zeros, as [B, W] int32."""
+        """Return an int32 tensor [B, W]: the cache block ids of each sequence, padded with zeros."""
         width = max(len(seq.block_table) for seq in seqs)
         return self.int_tensor([seq.block_table + [0] * (width - len(seq.block_table)) for seq in seqs])
 
     def prepare_state_rows(self, step: ScheduledStep) -> torch.Tensor:
-        """Return [2, B] int32: for each row, the index of the state to read and the index of the state to write."""
+        """Return an int32 tensor [2, B]: for each row, the indices of the state to read and of the state to write."""
         written = [seq.req_index for seq, _, _ in step.rows]
         return self.int_tensor([written[: step.num_decodes] + step.state_rows, written])
 
     def prepare_sample(self, seqs: list[Sequence]) -> torch.Tensor:
-        """Return the temperatures as [S] float32. A temperature of 0 means greedy sampling."""
+        """Return the temperatures as a float32 tensor [S]. A temperature of 0 means greedy sampling."""
         return torch.tensor(temperatures_of(seqs), dtype=torch.float32, device=self.device)
 
     def run_model(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -251,7 +251,7 @@ class ModelRunner:
         return SamplerInput(hidden_states[last], req_indices, positions[last], context.block_tables[rows])
 
     def sample(self, x: SamplerInput, seqs: list[Sequence]) -> torch.Tensor:
-        """Sample a token id for each of `seqs`: [S] int32."""
+        """Sample a token id for each of `seqs`. Return an int32 tensor [S]."""
         logits, cutoffs = self.model.compute_logits(x.hidden_states), None  # [S, vocabulary]
         if self.edits_all_rows or any(seq.feature_state or seq.params.has_filters for seq in seqs):
             cutoffs = self.edit_logits(logits, self.sampling_rows(x))
@@ -259,7 +259,7 @@ class ModelRunner:
         return self.sampler(logits, self.prepare_sample(seqs), seeds, x.positions, cutoffs)
 
     def edit_logits(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-        """Let features edit logits [S, vocabulary] in place. Return the cutoffs of min-p, top-k and top-p as [S]."""
+        """Let features edit logits [S, vocabulary] in place. Return the cutoffs [S] of min-p, top-k and top-p."""
         for feature in self.features.values():
             feature.edit_logits(logits, rows)
         return logit_cutoffs(logits, rows)
@@ -274,7 +274,7 @@ class ModelRunner:
 
     @contextmanager
     def few_threads(self, num_tokens: int) -> Iterator[None]:
-        """For a small step, use a single CPU thread, because several threads would mostly wait for each other."""
+        """Use a single CPU thread for a small step, in which several threads would mostly wait for each other."""
         num_threads = torch.get_num_threads()
         if num_tokens * self.milliseconds_per_token < 1:
             torch.set_num_threads(1)
@@ -313,12 +313,12 @@ class ModelRunner:
 
     @property
     def kv_cache(self) -> torch.Tensor:
-        """The keys and values of the first group of layers, as [2, layers, blocks, block_size, kv_heads, head_dim]."""
+        """The tensor [2, layers, blocks, block_size, kv_heads, head_dim] of the first group's keys and values."""
         return next(tensors[0] for spec, tensors in self.caches.items() if isinstance(spec, AttentionSpec))
 
     @property
     def _cached_token_ids(self) -> torch.Tensor:
-        """The ids of the tokens whose keys and values are in the cache, as [blocks, block_size] int32."""
+        """The token ids [blocks, block_size] int32 that belong to the cached keys and values."""
         return self.slot_token_ids[:-1].view(-1, self.config.kvcache_block_size)
 
     def _load_model(self) -> nn.Module:
@@ -344,7 +344,8 @@ class ModelRunner:
     def allocate_kv_cache(self, num_blocks: int, num_layers: int | None = None) -> None:
         """Allocate the cache tensors of each group of layers, and assign each layer its part.
 
-        With `num_layers=1`, all layers of a group share one part, for steps whose results do not matter.
+        If `num_layers` is 1, all layers of a group share one part. This is enough for steps whose results do not
+        matter.
         """
         num_blocks *= self.config.num_block_tables
         for spec, layers in self.cache_groups.items():

@@ -1,4 +1,4 @@
-"""Turns the results of steps into outputs of requests."""
+"""Makes the outputs of requests from the results of steps."""
 
 from collections.abc import Collection
 
@@ -20,7 +20,7 @@ class OutputProcessor:
 
     @property
     def serves_one_batch(self) -> bool:
-        """Whether there is just one caller, and that caller waits for complete answers.
+        """Whether there is only one caller, who waits for complete answers.
 
         In that case, only the time of the last answer matters.
         """

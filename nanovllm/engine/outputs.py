@@ -1,4 +1,4 @@
-"""The outputs that callers get, and the collectors, which store outputs until the caller takes them.
+"""The outputs that callers get, and the collectors, which store outputs until a caller takes them.
 
 Output records are frozen. The caller may change lists in output records, because the engine no longer uses the lists.
 """
@@ -78,8 +78,8 @@ class CompletionOutput(Record):
 class RequestMetrics(Record):
     """The times of a request's events, in seconds since the epoch.
 
-    If an abort prevented an event, the event's time is None. For several answers, `finished_time` is the time of the
-    last answer, and every other field is the earliest time of any answer.
+    If an abort prevented an event, the event's time is None. If there are several answers, `finished_time` belongs to
+    the last answer. Every other field is the earliest time of any answer.
     """
 
     arrival_time: float
@@ -196,7 +196,7 @@ class OutputCollector:
     def __init__(self, kind: OutputKind, max_steps_ahead: float = inf, max_seconds: float = inf):
         """
         max_steps_ahead: while the outputs of this many steps are unread, the engine runs no step for this caller.
-        max_seconds: the interval at which the caller gets token counts while there are no outputs.
+        max_seconds: while there are no outputs, the caller gets token counts at this interval.
         """
         self.kind = kind
         self.max_steps_ahead = max_steps_ahead
@@ -219,11 +219,11 @@ class OutputCollector:
         return bool(self.live) and self._outputs.qsize() < self.max_steps_ahead
 
     def end(self, request_id: int) -> None:
-        """Mark a request as ended. The next call of `put` makes the request's last output available."""
+        """Mark a request as ended. The next call of `put` delivers the request's last output."""
         self._ended.add(request_id)
 
     def put(self, num_prefill_tokens: int = 0, num_decode_tokens: int = 0) -> None:
-        """Make the outputs of a step available to the caller. If there are no outputs, only update the token counts."""
+        """Deliver the outputs of a step to the caller. If there are no outputs, only update the token counts."""
         new = self.new
         new.num_prefill_tokens += num_prefill_tokens
         new.num_decode_tokens += num_decode_tokens
@@ -234,7 +234,7 @@ class OutputCollector:
         self._ended.clear()
 
     def flush(self) -> None:
-        """Make the outputs so far available to the caller. Wake the caller even if there are no outputs."""
+        """Deliver all collected outputs to the caller. Wake the caller even if there are no outputs."""
         output, self.new = self.new, StepOutput()
         self._last_flush = perf_counter()
         self._outputs.put(output)

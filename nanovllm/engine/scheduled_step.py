@@ -30,14 +30,14 @@ class ScheduledStep:
     A decode row contains one token or, with `speculative_config`, `tokens_per_row` tokens.
 
     decodes: the rows of the sequences that decode. With drafts, `end` is an upper bound.
-    new_blocks: the blocks allocated to decode rows: (index into `decodes`, column in the block table, block id).
+    new_blocks: (index into `decodes`, column in the block table, block id) for each block that a decode row gets.
     chunks: the rows that compute part or all of a prompt. After a preemption, chunks also recompute generated tokens.
-    state_rows: for each chunk, the index of the initial state that layers with a state read (cache/state.py).
-    sampled_seqs: the sequences that get a token from this step, decoding sequences first.
+    state_rows: for each chunk, the index of the initial state, for layers with a state (cache/state.py).
+    sampled_seqs: the sequences that get a token from this step. Decoding sequences come first.
     sampled_rows: the row to sample from for each sequence in `sampled_seqs`. Rows are in ascending order. Answers to
         one prompt share a row if they are admitted together.
     feature_names: the features that must do work on the host in this step.
-    copies: (source, target) for each cache block or state to copy before the step stores keys and values.
+    copies: (source, target) for each cache block or state that is copied before the step stores keys and values.
     tokens_per_row: the number of tokens in every decode row, which is the maximum of `num_reserved`, and at least 1.
     scheduled_at: the value of `time.perf_counter` when scheduling began.
     """
@@ -76,7 +76,7 @@ class ScheduledStep:
 
     @property
     def new_seqs(self) -> list[Sequence]:
-        """The sequences whose first token since their admission is sampled in this step."""
+        """The sequences for which this step samples the first token since their admission."""
         return self.sampled_seqs[self.num_decodes :]
 
     @property

@@ -24,12 +24,12 @@ class Scheduler:
     """Implements continuous batching.
 
     A mixed step decodes one token for each running sequence, and computes chunks of prompts. Prompts are computed in
-    the order of `Sequence.order`, as far as the step's TokenBudget allows. A full engine admits new sequences in groups
-    (see AdmissionPause). `schedule` may be called before the tokens of the previous step have arrived. Such a call
-    leaves out the sequences that must wait for their tokens. The row of a sequence includes its drafts, if any.
+    the order of `Sequence.order`, within the limits of the step's TokenBudget. A full engine admits new sequences in
+    groups (see AdmissionPause). `schedule` may be called before the tokens of the previous step have arrived. Such a
+    call leaves out the sequences that must wait for their tokens. The row of a sequence includes its drafts, if any.
 
     The answers to one prompt (`Sequence.group`) are queued together. The first answer is admitted when all answers fit,
-    or when nothing else runs. Answers that fit share the computed prompt. The remaining answers later find the prompt
+    or when nothing else runs. All answers that fit can share the computed prompt. The others will later find the prompt
     in the prefix cache.
     """
 
@@ -76,7 +76,7 @@ class Scheduler:
         return not self.live
 
     def schedule(self, prompts_first: bool = False) -> ScheduledStep | None:
-        """Return the next step, or None if no step is possible before tokens in flight arrive.
+        """Return the next step, or None if no step is possible before the tokens in flight have arrived.
 
         prompts_first: do not decode while prompts can be computed. If prompts come first, the requests take less time
         in total. Raises RuntimeError if the number of cache blocks is not known yet.
@@ -106,7 +106,7 @@ class Scheduler:
         return step
 
     def _decodes_soon(self, step: ScheduledStep) -> bool:
-        """Whether this step decodes, or the next step can decode once a token in flight has arrived."""
+        """Whether this step decodes, or a token in flight will let the next step decode."""
         return bool(step.num_decodes) or any(seq.waits_for_token and not seq.is_paused for seq in self.running.values())
 
     def _schedule_decodes(self, step: ScheduledStep) -> None:
@@ -127,8 +127,8 @@ class Scheduler:
     def _ready(self) -> list[ScheduledSequence]:
         """Return a row for each running sequence that can decode.
 
-        Rows with long contexts come first. The short rows at the end balance the load of attention. Sequences of equal
-        length stay in the order in which they began to decode.
+        Rows with long contexts come first. The short rows at the end help to balance the load of attention. Sequences
+        of equal length stay in the order in which they began to decode.
         """
         ready = [
             seq for seq in self.running.values() if seq.num_tokens < seq.token_limit and not seq.pauses_after_token
@@ -210,7 +210,7 @@ class Scheduler:
         return num_running + (len(seq.group) - 1 if is_new_group else 0)
 
     def _admit(self, seq: Sequence) -> bool:
-        """Admit the first waiting sequence if it fits and admission is not paused."""
+        """Admit the first waiting sequence, if the sequence fits and admission is not paused."""
         num_running = len(self.running) + len(self.prefilling)
         if not self.admission.may_admit(num_running) or len(seq.token_ids) < seq.num_tokens:  # its token is in flight
             return False

@@ -16,7 +16,7 @@ MAX_STEPS_WITHOUT_ADMISSION = 32
 
 
 class SchedulingPolicy:
-    """Orders sequences. For a custom order, pass an instance of a subclass as the setting `scheduling_policy`.
+    """Determines the order of sequences. For a custom order, set `scheduling_policy` to an instance of a subclass.
 
     The prompt of the sequence with the smallest `priority_key` is computed first. When cache blocks run out, the
     sequence with the largest key is preempted first. Sequences with equal keys are served in the order of arrival.
@@ -25,9 +25,9 @@ class SchedulingPolicy:
     def priority_key(self, seq: Sequence) -> Any:
         """Return the key of `seq`: a number, or anything that can be compared with the keys of other sequences.
 
-        The thread that adds a request calls this method once, for the request's first sequence, and receives any error.
-        Useful attributes of `seq` are `num_prompt_tokens`, `max_num_tokens` (for prompt and output together),
-        `priority`, `params`, and `arrival`, which is a value of `time.perf_counter`.
+        This method is called once per request, for its first sequence, in the thread that adds the request. That thread
+        receives any error. Useful attributes of `seq` are `num_prompt_tokens`, `max_num_tokens` (for prompt and output
+        together), `priority`, `params`, and `arrival`, which is a value of `time.perf_counter`.
         """
         raise NotImplementedError(f"{type(self).__name__}: must define a method `priority_key`")
 
@@ -102,7 +102,7 @@ class AdmissionPause:
 
 
 class TokenBudget(NamedTuple):
-    """Limits a step to `num_tokens` prompt tokens, or to fewer tokens if their context is long.
+    """The limit of a step: `num_tokens` prompt tokens, or fewer tokens if their context is long.
 
     A token that follows a context of `context_of_equal_cost` tokens counts twice, because attention then costs as much
     as all other work for the token.

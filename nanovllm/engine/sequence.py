@@ -1,4 +1,4 @@
-"""A sequence in the engine, with its token ids, counts and block ids, but no tensors or text."""
+"""The state of a sequence in the engine: token ids, counts and block ids, without tensors or text."""
 
 import struct
 from collections.abc import Collection
@@ -29,9 +29,9 @@ def packed_ids(token_ids: list[int]) -> bytes:
 class Sequence:
     """A prompt and the tokens generated for it.
 
-    A token is counted before its id is known. `num_tokens` and `len` count a token as soon as the step that samples it
-    is scheduled. `token_ids` contains the token only after it has reached the host. Only the Scheduler, its block
-    manager and its features may change a queued sequence.
+    A token counts before its id is known. When a step is scheduled, `num_tokens` and `len` already include the token
+    that the step will sample. `token_ids` contains the token only after it has reached the host. Only the Scheduler,
+    its block manager and its features may change a queued sequence.
     """
 
     block_size = 256  # tokens per cache block; the scheduler sets the engine's value
@@ -140,7 +140,7 @@ class Sequence:
         return self.token_ids[-1]
 
     def append_token(self, token_id: int) -> None:
-        """Append a token that has reached the host. `num_tokens` already counts a token that a step has sampled."""
+        """Append a token that has reached the host. `num_tokens` already includes a token that a step has sampled."""
         self.token_ids.append(token_id)
         if self.num_tokens < len(self.token_ids):
             self.num_tokens += 1

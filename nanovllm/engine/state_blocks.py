@@ -8,12 +8,12 @@ from nanovllm.engine.sequence import Sequence
 
 
 class StateRows:
-    """Tracks the rows of states that no running sequence uses. The Scheduler's `free_req_indices` is a StateRows.
+    """Tracks which rows of states no running sequence uses. The Scheduler's `free_req_indices` is a StateRows.
 
     A running sequence's state is in the row of its request index, which is below `num_indices`. The rows of request
     indices are followed by a row for padding, a row of zeros (every sequence's initial state), and rows for snapshots.
-    The row of an unused request index may store a snapshot. If a sequence needs a request index, and the rows of all
-    unused indices store snapshots, the least recently found snapshot is dropped.
+    The row of an unused request index may store a snapshot. If the rows of all unused request indices store snapshots,
+    a sequence that needs an index gets the row of the least recently found snapshot, which is dropped.
     """
 
     def __init__(self, num_indices: int, num_states: int, drop_snapshot: Callable[[int, int], None]):
@@ -56,19 +56,19 @@ class StateRows:
 
 
 class StateBlockManager(BlockManager):
-    """Shares cached blocks up to a snapshot of the state, and tracks which rows of states are read and copied.
+    """Lets sequences share cached blocks up to a snapshot. Tracks which rows of states are read and copied.
 
     In `copies`, row `r` of the states has id `num_blocks + r`.
 
-    The state at the end of a prompt's last full block is stored as a snapshot. If the prompt's cached blocks end
-    without a snapshot, one is stored there too, because prompts share these blocks. A chunk ends at each snapshot, so a
-    snapshot costs a copy of the state and an additional step. The next step makes the copy, and later steps can find
-    the snapshot. If no row is free, the least recently found snapshot is dropped. If a block is evicted, the snapshot
-    at its end is dropped as well.
+    The state at the end of a prompt's last full block is stored as a snapshot. If there is no snapshot at the end of
+    the prompt's cached blocks, one is stored there too, because prompts share these blocks. A chunk ends at each
+    snapshot, so a snapshot costs a copy of the state and an additional step. The next step makes the copy, and later
+    steps can find the snapshot. If no row is free, the least recently found snapshot is dropped. If a block is evicted,
+    the snapshot at its end is dropped as well.
 
-    If the cached blocks end with an answer, the prompt continues a conversation. The conversation's next prompt will
-    begin with this whole prompt. No snapshot is therefore stored at the end of the cached answer. The snapshot that
-    this prompt found becomes the first to be dropped.
+    If the cached blocks end with an answer, the prompt continues a conversation, whose next prompt will begin with this
+    whole prompt. No snapshot is therefore stored at the end of the cached answer. The snapshot that this prompt found
+    becomes the first to be dropped.
     """
 
     def __init__(

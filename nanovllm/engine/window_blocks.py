@@ -18,8 +18,8 @@ class WindowBlockManager(BlockManager):
 
     While a prompt is computed, each chunk allocates its columns. If too few blocks are free, the chunk is shortened.
     Columns before the window are freed before the next chunk. A decoding sequence frees old columns when it needs a new
-    column. A step in flight may still read freed blocks, which is safe: the device runs steps in order, and a later
-    step writes to these blocks.
+    column. A step in flight may still read a freed block. This is safe: the device runs steps in order, and only a
+    later step writes to the block.
 
     A cached prefix can be used if the prefix cache contains all of its blocks in `block_table`, and all columns that
     the next token sees.
@@ -90,7 +90,7 @@ class WindowBlockManager(BlockManager):
     def needs_block(self, seq: Sequence, num_tokens: int) -> bool:
         """Return whether `seq` needs another block.
 
-        If it needs a block, first free the columns that the next token does not see.
+        If so, first free the columns that the next token does not see.
         """
         needs = super().needs_block(seq, num_tokens)
         if needs:

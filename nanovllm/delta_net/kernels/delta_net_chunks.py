@@ -38,9 +38,10 @@ HEADS_EACH = 2  # value heads of a chunk that a program computes in order, loadi
 def _inverse(system, IS_FLOAT32: tl.constexpr):
     """Invert a lower triangular matrix with ones on the diagonal.
 
-    `system` [CHUNK, CHUNK] contains the part below the diagonal. With the inverses A' of A and C' of C, the inverse of
-    [[A, 0], [B, C]] is [[A', 0], [-C' B A', C']]. So each iteration doubles the size of the inverted blocks. Elements
-    of 16 bits are precise enough: keys have norm 1, and betas and decays are at most 1, so no element exceeds 1.
+    `system` [CHUNK, CHUNK] contains the part below the diagonal. If A' is the inverse of A and C' is the inverse of C,
+    the inverse of [[A, 0], [B, C]] is [[A', 0], [-C' B A', C']]. Each iteration therefore doubles the size of the
+    inverted blocks. Elements of 16 bits are precise enough. Keys have norm 1, and betas and decays are at most 1, so no
+    element exceeds 1.
     """
     DTYPE: tl.constexpr = tl.float32 if IS_FLOAT32 else tl.float16
     i = tl.arange(0, CHUNK)
@@ -105,7 +106,7 @@ def _chunks_kernel(rule_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.co
     """Each program computes `tile` value heads of a chunk.
 
     Let T be the inverse of the triangular system. The kernel replaces v with T (beta v), and computes w = T (beta decay
-    k). The next kernel subtracts from v the part that the state already returns, which is w times the state.
+    k). The next kernel subtracts w times the state from v, because the state already returns this part of v.
     """
     gdc_launch_and_wait(PDL)
     HEADS: tl.constexpr = PLAN.heads
@@ -139,7 +140,7 @@ def _chunks_kernel(rule_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.co
 @dependent_kernel()
 @triton.jit(do_not_specialize=["stride"])
 def _states_kernel(x_rows, rule_ptrs, seq_ptrs, state_ptrs, stride, PLAN: tl.constexpr, PDL: tl.constexpr):
-    """Each program updates `tile` of the value_dim rows of a state, for one head of one sequence, chunk by chunk.
+    """Each program updates `tile` rows of the state of one head of one sequence, chunk by chunk.
 
     The kernel replaces v with the error of the state: v minus w times the state.
     """

@@ -1,4 +1,4 @@
-"""Computes convolution and gates of the gated delta rule, and stores the inputs that the next step needs."""
+"""Computes the convolution and the gates of the gated delta rule, and stores inputs for the next step."""
 
 from typing import Any, NamedTuple
 
@@ -164,8 +164,8 @@ def rule_inputs(
 ) -> RuleInputs:
     """Compute the inputs of the delta rule, with q, k and v in `dtype`.
 
-    For each decoding sequence, the result has `plan.kept` rows for the previous step's drafts, then `plan.rows` rows
-    for the tokens of this step.
+    The result contains rows for each decoding sequence: first `plan.kept` rows for the previous step's drafts, then
+    `plan.rows` rows for this step's tokens.
     """
     heads, x, states = operands
     if plan.rows:

@@ -1,8 +1,8 @@
 """The arguments of the gated delta rule's kernels: a layer, and the sequences of a step.
 
-A token's index is the number of its row in this step, not its position in the sequence. A sequence's tokens of this
-step start at index `own`. The accepted drafts of the previous step, whose inputs were stored, have the indices from
-`begin` to `own`. The convolution's window ends before index `begin`.
+A token's index is the number of its row in this step, not its position in the sequence. The tokens that a sequence has
+in this step start at index `own`. The inputs of the previous step's accepted drafts were stored. These drafts have the
+indices from `begin` to `own`. The convolution's window ends before index `begin`.
 """
 
 from functools import cache
@@ -98,7 +98,7 @@ def num_decode_rows(seq_ptrs):
 
 @triton.jit
 def sequence_of(seq_ptrs, seq, stride, PLAN: tl.constexpr):
-    """Return (first token, end token, state row to read, state row to write) of a sequence."""
+    """Return a sequence's first token, end token, state row to read, and state row to write."""
     if PLAN.rows:
         own, end = seq * PLAN.rows, seq * PLAN.rows + PLAN.rows
         read = tl.load(seq_ptrs.rows + seq * stride)
@@ -112,7 +112,7 @@ def sequence_of(seq_ptrs, seq, stride, PLAN: tl.constexpr):
 
 @triton.jit
 def chunk_of(seq_ptrs, num_seqs, index, CHUNK: tl.constexpr, PAD: tl.constexpr):
-    """Return (sequence, index within the sequence) of the step's chunk number `index`.
+    """Return (sequence, index within the sequence) for chunk number `index` of the step.
 
     If the step has fewer chunks, the returned sequence index is `num_seqs` or more.
     """

@@ -1,8 +1,8 @@
 """The gated delta rule, computed token by token: for decode steps, for drafts, and for batch-invariant chunks.
 
-The first kernel computes convolution and gates of all tokens, and the second updates each state in registers. A decode
-step reads and writes each state once, so memory bandwidth limits the speed. In the published models, a state has 64 KiB
-per head.
+The first kernel computes convolution and gates of all tokens. The second kernel updates each state in registers. A
+decode step reads and writes each state once, so memory bandwidth limits the speed. In the published models, a state has
+64 KiB per head.
 
 A token is computed with the same instructions in a chunk, in a decode step and as a draft. The bits of a result can
 depend on the number of warps.
@@ -26,8 +26,7 @@ TILE = 8  # tokens whose inputs or norms are computed together
 
 @triton.jit
 def _through_tokens(state, rule_ptrs, head, key_at, begin, end, shift, DTYPE: tl.constexpr, HEADS: tl.constexpr):
-    """Process the tokens from `begin` to `end`. Return the final state, and replace each token's value v with its
-    output.
+    """Process the tokens from `begin` to `end`, and return the final state. Each token's output replaces its value v.
 
     The state is rounded to DTYPE after each token, so the result does not depend on when the state is stored.
     """
@@ -122,9 +121,9 @@ def _launch_tokens(
 ) -> None:
     """Launch `_inputs_kernel` and `_tokens_kernel`.
 
-    `sizes` is (sequences, rows per sequence, maximum drafts of the previous step). If `num_warps` is None, choose
-    the fastest number of warps. If there are many programs, a program gets fewer warps, because warps repeat a part of
-    each other's work.
+    `sizes` is (sequences, rows per sequence, maximum drafts of the previous step). If `num_warps` is None, choose the
+    fastest number of warps. If there are many programs, each program gets fewer warps, because the warps of a program
+    repeat some work.
     """
     heads, x, state_tensors = operands = operands_of(qkvz, ba, layer, states)
     num_seqs, rows, kept = sizes

@@ -1,6 +1,6 @@
 """Defines kernels that read what other ranks have written to PeerMemory.
 
-Before program p of a kernel reads, it waits for a signal from program p of the same kernel on every other rank.
+Program p of a kernel first waits for a signal from program p of the same kernel on every other rank. Then it reads.
 """
 
 from typing import NamedTuple
@@ -48,7 +48,7 @@ def _pointer_to_rank(addresses_ptr, other, offset, dtype: tl.constexpr):
 
 @triton.jit
 def _signal(peer_ptrs, flags_offset, rank, SIZE: tl.constexpr):
-    """Tell waiting programs on the other ranks that this GPU's earlier writes can be read."""
+    """Signal to the other ranks, whose programs wait, that this GPU's earlier writes can be read."""
     for other in tl.static_range(SIZE):
         if other != rank:
             theirs = _pointer_to_rank(peer_ptrs[0], other, flags_offset, tl.int32) + tl.program_id(0) * SIZE + rank
@@ -162,7 +162,7 @@ def _max_kernel(
 
 
 def all_reduce_max(keys: torch.Tensor, barrier: PeerBarrier) -> torch.Tensor:
-    """Wait for all ranks, even if S is 0. Return the elementwise maximum of all ranks' keys [S] int64."""
+    """Wait for all ranks, even if S is 0. Return the elementwise maximum of their int64 keys [S]."""
     out = torch.empty_like(keys)
     launch_ordinary(_max_kernel, (max(1, triton.cdiv(len(keys), KEYS_PER_PROGRAM)),))(
         *barrier.arguments, keys, out, len(keys), SIZE=len(barrier.addresses), BLOCK=KEYS_PER_PROGRAM
@@ -200,7 +200,7 @@ def gather_columns(
     """Wait for all ranks, even if S is 0. Return the concatenated columns of all ranks: [S, ranks * n].
 
     `mine` [S, n] lies at the barrier's data offset. If `sampling_params` [S, WIDTH] int32 (see sampling_columns.py) is
-    given, rows without filters such as top-p lack the columns of other ranks.
+    given, a row without filters (such as top-p) lacks the columns of other ranks.
     """
     (num_rows, n), size = mine.shape, len(barrier.addresses)
     out = torch.empty((num_rows, size * n), dtype=mine.dtype, device=mine.device)
