@@ -219,7 +219,7 @@ class EngineThread:
 class Submission:
     """Submits requests at the start of a `with` block, and discards unfinished requests at the end of the block.
 
-    If an interrupt prevents this, the requests are discarded when this object is garbage-collected.
+    If an interrupt skips the end of the block, the requests are discarded when this object is garbage-collected.
     """
 
     _requests: Collection[Request] = ()

@@ -313,7 +313,7 @@ class ModelRunner:
 
     @property
     def kv_cache(self) -> torch.Tensor:
-        """The tensor [2, layers, blocks, block_size, kv_heads, head_dim] of the first group's keys and values."""
+        """The first group's keys and values, a tensor [2, layers, blocks, block_size, kv_heads, head_dim]."""
         return next(tensors[0] for spec, tensors in self.caches.items() if isinstance(spec, AttentionSpec))
 
     @property

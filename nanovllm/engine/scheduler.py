@@ -29,8 +29,8 @@ class Scheduler:
     call leaves out the sequences that must wait for their tokens. The row of a sequence includes its drafts, if any.
 
     The answers to one prompt (`Sequence.group`) are queued together. The first answer is admitted when all answers fit,
-    or when nothing else runs. All answers that fit can share the computed prompt. The others will later find the prompt
-    in the prefix cache.
+    or when nothing else runs. All answers that fit can share the computed prompt. The other answers will later find the
+    prompt in the prefix cache.
     """
 
     make_queue: Callable[[], WaitingQueue] = WaitingQueue  # lora/ replaces it

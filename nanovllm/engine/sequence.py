@@ -29,9 +29,9 @@ def packed_ids(token_ids: list[int]) -> bytes:
 class Sequence:
     """A prompt and the tokens generated for it.
 
-    A token counts before its id is known. When a step is scheduled, `num_tokens` and `len` already include the token
-    that the step will sample. `token_ids` contains the token only after it has reached the host. Only the Scheduler,
-    its block manager and its features may change a queued sequence.
+    When a step is scheduled, `num_tokens` and `len` already include the token that the step will sample. `token_ids`
+    contains the token only after it has reached the host. Only the Scheduler, its block manager and its features may
+    change a queued sequence.
     """
 
     block_size = 256  # tokens per cache block; the scheduler sets the engine's value

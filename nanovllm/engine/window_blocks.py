@@ -90,7 +90,7 @@ class WindowBlockManager(BlockManager):
     def needs_block(self, seq: Sequence, num_tokens: int) -> bool:
         """Return whether `seq` needs another block.
 
-        If so, first free the columns that the next token does not see.
+        If `seq` needs a block, first free the columns that the next token does not see.
         """
         needs = super().needs_block(seq, num_tokens)
         if needs:

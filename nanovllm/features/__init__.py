@@ -1,4 +1,4 @@
-"""Features that only some requests use, and that cost nothing in a step without such requests."""
+"""Features that only some requests use. They cost nothing in a step without such requests."""
 
 from nanovllm.engine.features import FEATURES, Feature, StepFeature
 from nanovllm.sampling_params import SamplingParams
@@ -27,6 +27,6 @@ def register_feature(feature: type[StepFeature]) -> None:
 
 
 def check_ranks(num_ranks: int) -> None:
-    """Raise ValueError if any feature was registered, because the processes of other ranks lack registered features."""
+    """Raise ValueError if a feature was registered: processes of other ranks do not know registered features."""
     if any(isinstance(feature.home, type) for feature in FEATURES.values()):
         raise ValueError(f"tensor_parallel_size={num_ranks}: must be 1 with registered features")

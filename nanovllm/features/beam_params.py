@@ -11,7 +11,8 @@ from nanovllm.utils.checks import check_bool, check_fields, check_int, check_rea
 class BeamSearchParams:
     """The parameters of `LLM.beam_search`.
 
-    beam_width: the number of beams in each step, and the number of answers to return. At most half the vocabulary size.
+    beam_width: the number of beams in each step, and the number of answers to return. The maximum is half the
+        vocabulary size.
     max_tokens: the maximum number of tokens to generate per beam.
     length_penalty: a beam's score is `cumulative_logprob / len(token_ids) ** length_penalty`.
     ignore_eos: whether beams continue after end-of-sequence ids.

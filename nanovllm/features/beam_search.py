@@ -68,8 +68,8 @@ class BeamRequest(Request):
 
     A candidate is a beam extended by one token. This token may end the candidate. The best `beam_width` candidates that
     do not end become the beams of the next step. A candidate that ends becomes a finished beam if it is among the best
-    `beam_width` of all candidates in its step. Only the best `beam_width` finished beams are kept. The search is over
-    when there are `beam_width` finished beams and no live beam has a better score than the worst finished beam.
+    `beam_width` of all candidates in its step. Only the best `beam_width` finished beams are kept. The search ends when
+    there are `beam_width` finished beams, and no live beam has a better score than the worst of them.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class BeamRequest(Request):
         return not self._cumulative_logprobs
 
     def advance(self, scheduler: Scheduler) -> None:
-        """Choose the next beams from all candidates, if the candidates of every beam have arrived."""
+        """If the candidates of every beam have arrived, choose the next beams from these candidates."""
         beams = [*scheduler.live[self.request_id].values()]
         if not all(seq.is_paused for seq in beams):
             return

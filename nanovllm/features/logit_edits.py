@@ -1,7 +1,8 @@
-"""Edits logits as vLLM does, for `logit_bias`, penalties, bad words, allowed token ids and `min_tokens`.
+"""Edits logits in the same way as vLLM: `logit_bias`, penalties, bad words, allowed token ids and `min_tokens`.
 
-On the device, each request has a row with numeric parameters (see kernels/sampling/sampling_columns.py), and tables
-contain the lists of all requests. `penalize` applies all edits: on CUDA in one kernel, elsewhere in plain PyTorch.
+On the device, each request has a row of numeric parameters (see kernels/sampling/sampling_columns.py). Parameters that
+are lists are in the tables `EditTables`. `penalize` applies all edits: on CUDA in one kernel, elsewhere in plain
+PyTorch.
 """
 
 from collections.abc import Iterable
@@ -40,7 +41,7 @@ class Edits:
 
 
 class LogitEdits(StepFeature):
-    """Edits logits, and applies the masks of structured outputs. layers/sampler.py contains filters such as top-p."""
+    """Edits logits, and applies the masks of structured outputs. Filters such as top-p are in layers/sampler.py."""
 
     @classmethod
     def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:
@@ -113,7 +114,7 @@ class LogitEdits(StepFeature):
 
 
 class EditTables(NamedTuple):
-    """The lists of each request, such as bad words. The first index is the request index.
+    """Stores the list parameters of all requests, such as bad words. The first index is the request index.
 
     The last request index is reserved for padding rows of CUDA graphs.
     """
@@ -161,7 +162,7 @@ def mask_width(vocab_size: int) -> int:
 
 
 def mask_of(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
-    """Return a mask in which the bits of `token_ids` are set: [mask_width] int32."""
+    """Return an int32 mask [mask_width] in which the bits of `token_ids` are set."""
     bits = np.zeros(32 * mask_width(vocab_size), np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view("<i4")
@@ -173,8 +174,8 @@ def penalize(logits: torch.Tensor, rows: SamplingRows, tables: EditTables) -> No
 
     As in vLLM and transformers, the repetition penalty applies to every token id in the prompt or the output. A
     positive logit is divided by the penalty, and any other logit is multiplied by the penalty. As in vLLM, frequency
-    and presence penalties count only output tokens. The logits of ids that are not allowed become -inf. The logit of a
-    bad word's last token becomes -inf if the output ends with the word's earlier tokens.
+    and presence penalties apply only to output tokens. The logits of ids that are not allowed become -inf. The logit of
+    a bad word's last token becomes -inf if the output ends with the word's earlier tokens.
     """
     edits = rows.params[:, EDITS]
     for row in edits.any(1).nonzero().flatten().tolist() if edits.any() else ():
@@ -191,7 +192,7 @@ def penalize(logits: torch.Tensor, rows: SamplingRows, tables: EditTables) -> No
 
 
 def _penalize_row(logits: torch.Tensor, rows: SamplingRows, tables: EditTables, row: int) -> None:
-    """Apply the edits of `penalize` to one row of logits [vocabulary], but leave out the mask of allowed ids."""
+    """Apply all edits of `penalize` to one row of logits [vocabulary], except for the mask of allowed ids."""
     param = lambda name: rows.column(name)[row].item()
     req_index, num_tokens = rows.req_indices[row], int(rows.positions[row]) + 1
     token_ids = rows.token_ids[rows.block_tables[row]].flatten()[:num_tokens]

@@ -34,7 +34,7 @@ class OutputLogprobs:
         return LogprobTexts(self._token_bytes, self._params.detokenize)
 
     def of_event(self, seq: Sequence, start: int) -> list[dict[int, Logprob]] | None:
-        """Return the entries of a stream event whose tokens begin at index `start`, or None if there are no entries."""
+        """Return the entries of a stream event, or None if there are none. Its tokens begin at index `start`."""
         if self._params.logprobs is None or not (kept := seq.feature_state["logprobs"].of_tokens):
             return None
         if seq.index not in self._streamed:

@@ -1,10 +1,10 @@
 """Computes log-probabilities of generated tokens and of prompt tokens.
 
 For generated tokens, the setting `logprobs_mode` selects which logits are used. For prompt tokens, the model's raw
-logits are always used. Log-probabilities are needed for beam search, and for requests that set `logprobs` or
+logits are always used. Beam search needs log-probabilities, and so do requests that set `logprobs` or
 `prompt_logprobs`. A step contains a `LogprobRequest` for each token whose log-probabilities are needed. After the
-forward pass, every rank creates a `PendingLogprobs`, which computes the log-probabilities. The log-probabilities reach
-the host with the step's result, and logprob_outputs.py adds the text of the tokens.
+forward pass, every rank creates a `PendingLogprobs`, which computes them. They reach the host with the step's result.
+Finally, logprob_outputs.py adds the text of the tokens.
 """
 
 from collections import defaultdict
@@ -56,8 +56,8 @@ class StepLogprobs(NamedTuple):
     """The log-probabilities of a step. An entry that no request asked for is None.
 
     of_tokens: one entry for each token of `StepResult.token_ids`.
-    of_prompts: for each chunk of the step, a list with an entry for each prompt token from `start + 1` to `end`, or
-        None. If a chunk is recomputed, its list is returned again.
+    of_prompts: for each chunk of the step, None, or a list with an entry for each prompt token from `start + 1` to
+        `end`. If a chunk is recomputed, its list is returned again.
     """
 
     of_tokens: list[KeptLogprobs | None]
@@ -76,7 +76,7 @@ class TokenLogprobs(StepFeature):
 
     @staticmethod
     def watch(seq: Sequence) -> None:
-        """Start to collect the log-probabilities that the parameters of `seq` ask for."""
+        """Start to collect log-probabilities for `seq`, as its parameters require."""
         features = [FEATURES[name] for name in seq.feature_state if name != "logprobs"]
         features += [feature for feature in FEATURES.values() if isinstance(feature.home, type)]  # they edit all rows
         is_edited = any(feature.load().edit_logits is not StepFeature.edit_logits for feature in features)
@@ -121,7 +121,7 @@ class TokenLogprobs(StepFeature):
     def after_step(
         cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: StepLogprobs | None
     ) -> None:
-        """Store each sequence's log-probabilities, or the candidates of a sequence that pauses after each token."""
+        """Store each sequence's log-probabilities or, for a sequence that pauses after each token, its candidates."""
         if result is None:
             return
         for (seq, start, _), prompt_logprobs in zip(step.chunks, result.of_prompts):
@@ -148,7 +148,7 @@ def check_num_logprobs(name: str, value: int, config: "Config") -> None:
 
 
 class LogprobRequest(NamedTuple):
-    """Asks for the log-probabilities of a token, and of the `num_top` most likely tokens at the token's position.
+    """A request for the log-probabilities of a token, and of the `num_top` most likely tokens at its position.
 
     `token_id` is -1 for a sampled token, which the host does not know yet.
     """
@@ -160,7 +160,7 @@ class LogprobRequest(NamedTuple):
 
 
 def logprob_requests(step: ScheduledStep) -> np.ndarray:
-    """Return [n, 4] int32: a step's requests for prompt tokens, then its requests for sampled tokens."""
+    """Return an int32 array [n, 4]: the requests for prompt tokens, then those for sampled tokens."""
     of_prompts, first_row, k = [], step.num_decodes * step.tokens_per_row, step.tokens_per_row
     for i, (seq, start, end) in enumerate(step.chunks):
         if (num_top := seq.params.prompt_logprobs) is not None:
@@ -201,8 +201,8 @@ class PendingLogprobs:
         """Return the tensors of `log_probabilities` for all requests.
 
         Logits that no longer exist are recomputed. Prompt tokens are processed in pieces. Sampled rows are processed in
-        one GEMM with the same number of rows as in the step. Rounding depends on the number of rows, and a greedily
-        chosen token must have rank 1.
+        one GEMM with the same number of rows as in the step. A greedily chosen token must have rank 1, but rounding
+        depends on the number of rows.
         """
         requests, hidden_states = self._requests, output.hidden_states
         columns = torch.from_numpy(requests.T.copy())
@@ -247,7 +247,7 @@ class PendingLogprobs:
 
 
 def sampled_logits(runner: "ModelRunner", x: SamplerInput, logits: torch.Tensor | None) -> list[torch.Tensor]:
-    """Return the logits [S, vocabulary] that `logprobs_mode` selects, and the temperatures [S] to divide the logits by.
+    """Return the logits [S, vocabulary] for `logprobs_mode`, and the temperatures [S] by which they are divided.
 
     In the mode "raw_logprobs", there are no temperatures. `logits` are the model's raw logits, or None if they no
     longer exist.
@@ -274,8 +274,8 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probabilities [S] float32 and the ranks [S] int32 of `token_ids` [S].
 
-    Row `i` of `logits` [S, vocabulary] belongs to `token_ids[i]`, and is first divided by `temperatures[i]`. Tokens are
-    ranked by descending logit. Among equal logits, the lower id comes first.
+    Row `i` of `logits` [S, vocabulary] belongs to `token_ids[i]`. The row is first divided by `temperatures[i]`. Tokens
+    are ranked by descending logit. Among equal logits, the lower id comes first.
     """
     logits, token_ids = divided(logits, temperatures), token_ids.unsqueeze(1).long()
     chosen = logits.gather(1, token_ids)
@@ -292,7 +292,7 @@ def log_probabilities(
     The `logits` [S, vocabulary] are first divided by `temperatures` [S]. `num_top` is capped at the vocabulary size.
     Return ids [S, 1 + num_top] int32, log-probabilities [S, 1 + num_top] float32, and ranks [S] int32. Column 0
     contains `token_ids`, and the other columns contain the top tokens in descending order of `token_keys`. A rank is
-    the position of the row's token in the order of `token_keys`, starting at 1.
+    the position of the token in the order of `token_keys`, starting at 1.
     """
     if num_top == 0:
         logprobs, ranks = token_logprobs(logits, token_ids, temperatures)
@@ -307,7 +307,7 @@ def log_probabilities(
 
 @operation
 def gather_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return [S, n] float32: the log-probabilities of `ids` [S, n], from `logits` [S, vocabulary] float32."""
+    """Return the log-probabilities [S, n] float32 of `ids` [S, n]. `logits` is [S, vocabulary] float32."""
     return logits.log_softmax(-1).gather(1, ids)
 
 

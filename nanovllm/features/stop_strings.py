@@ -57,8 +57,8 @@ class StoppingDetokenizer(Detokenizer):
         """Decode the last token.
 
         If the last token completes a stop string, cut the text there and return the stop string. Stop strings within
-        the first `min_tokens` tokens are ignored. If several stop strings match, the one that ends first wins. If two
-        stop strings end at the same character, the one that was listed first wins.
+        the first `min_tokens` tokens are ignored. If several stop strings match, the match that ends first is used. If
+        two matches end at the same character, the stop string that was listed first is used.
         """
         piece, matches = self.decode(), []
         text = self._window + piece

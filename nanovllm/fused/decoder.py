@@ -63,7 +63,7 @@ class FusedDecoderLayer(Fused):
         return x.reduce(), residual
 
     def fused(self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope) -> tuple[PartialSum, torch.Tensor]:
-        """Return the output of the MLP, and the residual to which the next norm adds this output."""
+        """Return the output of the MLP, and the residual. The next norm adds the output to the residual."""
         normed = self.input_layernorm(x, residual)
         x = self.mix(normed, rope)
         normed = self.post_attention_layernorm(x, normed.residual)
@@ -98,8 +98,8 @@ class FusedEmbedding(Fused):
 class FusedLMHead(Fused):
     """Replaces `ParallelLMHead.forward`.
 
-    During the computation of logits for sampling, `sampling_params` is `SamplingRows.params`. If `sampling_params` is
-    set, rows without filters may lack the logits of other ranks, because only filters need complete rows.
+    While the sampler's logits are computed, `sampling_params` is `SamplingRows.params`. If `sampling_params` is set, a
+    row may lack the logits of other ranks unless the row has filters, which need complete rows.
     """
 
     what = "the product and the exchange of logits between ranks, without those that are not needed"

@@ -27,7 +27,7 @@ def norm_heads(x: torch.Tensor, count: int, eps: float) -> torch.Tensor:
 
 
 class FusedGemma4Attention(FusedAttention):
-    """Replaces `Gemma4Attention.forward`. Values get a norm without a weight, even if the keys are used as values."""
+    """Replaces `Gemma4Attention.forward`. Values get a norm without a weight, even if they are copies of the keys."""
 
     what = "norms of q and k, RoPE, store of k and v (few decodes: with attention); norm of v"
 

@@ -1,4 +1,4 @@
-"""Defines fused forms of decoder layers that normalize the outputs of attention and MLP."""
+"""Defines fused forms of decoder layers. These layers normalize the outputs of attention and MLP."""
 
 from functools import partial
 from typing import Any, ClassVar
@@ -48,7 +48,7 @@ class FusedGemma3Layer(FusedDecoderLayer):
 
 
 class FusedGemma4Layer(FusedGemma3Layer):
-    """Replaces `Gemma4DecoderLayer.forward`, which multiplies the results by a factor per layer."""
+    """Replaces `Gemma4DecoderLayer.forward`. Each layer multiplies its results by a factor."""
 
     def feed(self: Any, x: NormInput) -> PartialSum:
         if not has_method(self, FEED_EXPERTS):
@@ -65,7 +65,7 @@ class FusedGemma4Layer(FusedGemma3Layer):
 
 
 class FusedGraniteLayer(FusedDecoderLayer):
-    """Replaces `GraniteDecoderLayer.forward`, which multiplies the outputs of attention and MLP by a factor."""
+    """Replaces `GraniteDecoderLayer.forward`. The layer multiplies the outputs of attention and MLP by a factor."""
 
     def prepare(self: Any) -> None:
         weight = self.input_layernorm.weight
@@ -98,7 +98,7 @@ def add_normed(x: PartialSum, residual: torch.Tensor) -> torch.Tensor:
 
 
 def input_of(module: nn.Module, residual: torch.Tensor) -> Normed:
-    """Return the residual as a module's input. A plain module gets a copy, because `add` overwrites the residual."""
+    """Return a module's input: the residual or, for a plain module, a copy, because `add` overwrites the residual."""
     return Normed(residual if takes_fused(module) else copied(residual))
 
 

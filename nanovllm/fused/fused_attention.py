@@ -53,7 +53,7 @@ def norm_rope_and_store(
 ) -> torch.Tensor:
     """Normalize and rotate queries and keys, store keys and values, and return the queries [T, heads, head_dim].
 
-    `qkv` is [T, heads + 2 kv_heads, head_dim], and `slot_mapping` [T] contains cache slots. Kernels do not store
+    `qkv` is [T, heads + 2 * kv_heads, head_dim], and `slot_mapping` [T] contains cache slots. Kernels do not store
     padding, whose slot is -1. This plain definition does not support padding.
     """
     q_weight, k_weight, eps, cos_sin = qk_norm_rope
@@ -68,9 +68,9 @@ def norm_rope_and_store(
 
 
 def attend(attn: Attention, x: Any, qkv_proj: LinearBase | None, qk_norm_rope: QKNormRope) -> torch.Tensor:
-    """Compute the qkv matmul of the deferred norm `x`, then attention. Return [T, heads * head_dim].
+    """Apply the deferred norm `x`, the qkv matmul and attention. Return a tensor [T, heads * head_dim].
 
-    If `qkv_proj` is None, `x` is already the result of the qkv matmul, [T, (heads + 2 kv_heads) * head_dim]. For small
+    If `qkv_proj` is None, `x` [T, (heads + 2 * kv_heads) * head_dim] is already the result of the qkv matmul. For small
     decode batches, one kernel computes q and k norms, RoPE, cache store and attention. For large prefills, one kernel
     computes qkv matmul, norms, RoPE and cache store.
     """

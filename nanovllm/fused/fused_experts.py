@@ -24,7 +24,7 @@ from nanovllm.utils.partial_sum import Compute, PartialSum, sum_over_ranks
 
 @operation
 def mix_experts(x: NormInput, layer: Any, slot_mapping: torch.Tensor) -> PartialSum:
-    """Compute a MoE layer for the deferred norm x [T, hidden]. Return an unfinished sum [T, hidden] over the ranks.
+    """Apply the deferred norm x [T, hidden] and a MoE layer. Return an unfinished sum [T, hidden] over the ranks.
 
     Tokens with a negative slot are padding, whose results are undefined.
     """
@@ -40,7 +40,7 @@ def sum_experts(x: torch.Tensor, experts: Any, weights: torch.Tensor, expert_ids
 
 
 class FusedExperts(Fused):
-    """Replaces `Experts.forward`, for layers whose router stays plain. FusedMoE does not call this form."""
+    """Replaces `Experts.forward` in layers whose router stays plain. FusedMoE does not call this form."""
 
     uses_cuda_graphs = True
     what = "the first product and the activation; the sum of a token's experts"
@@ -92,10 +92,10 @@ class FusedSharedExpertMoE(FusedMoE):
 def choose_experts(
     x: torch.Tensor, weight: torch.Tensor, top_k: int, factors: torch.Tensor, slot_mapping: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose experts with `route`, from the router's logits x W^T. Return weights and expert ids, both [T, top_k].
+    """Choose experts by the router's logits x W^T, using `route`. Return weights and expert ids, both [T, top_k].
 
-    The weights of a token are normalized to add up to 1, and are then multiplied by the experts' `factors`. For
-    padding, whose slots are -1, the results are undefined.
+    The weights of a token are normalized to add up to 1, and are then multiplied by the experts' `factors`. The results
+    for padding, whose slots are -1, are undefined.
     """
     weights, expert_ids = route(linear(x, weight), top_k, renormalize=True)
     return weights * factors[expert_ids], expert_ids

@@ -23,7 +23,7 @@ def split_linear(
     split_k: int = 1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute `linear`. Return [T, outputs] or, if `split_k` > 1, summands [split_k, T, outputs].
+    """Compute `linear`. Return a tensor [T, outputs] or, if `split_k` > 1, summands [split_k, T, outputs].
 
     `split_k` must come from `best_split_k`, whose plain definition returns 1. `out` [split_k, T, outputs] receives the
     result.
@@ -37,7 +37,7 @@ def split_linear(
 def norm_linear(
     x: NormInput, weight: torch.Tensor, bias: torch.Tensor | None = None, act: nn.Module | None = None
 ) -> torch.Tensor:
-    """Compute the norm `x`, multiply it by the weight, and apply the activation, which may return quantized rows."""
+    """Compute the norm `x`, the product with the weight, and the activation, whose result may be quantized."""
     y = linear(x.tensor(), weight, bias)
     return y if act is None else act(y)
 
@@ -96,7 +96,7 @@ def are_known(*layers: nn.Module, output: nn.Module | None = None) -> bool:
 
 
 def product(layer: Any, x: NormInput, act: nn.Module | None = None) -> Any:
-    """Compute act(x W^T + b) with the weight W and bias b of `layer`. `x` is a norm that this matmul computes."""
+    """Compute act(x W^T + b) with the weight W and bias b of `layer`. `x` is a deferred norm."""
     if act is None or activation_of(act):
         return layer.format.norm_linear(layer, x, act)
     return act(layer.format.norm_linear(layer, x, None))

@@ -1,4 +1,4 @@
-"""Defines deferred norms. A deferred norm may be computed by the kernel of the following matmul or norm."""
+"""Defines deferred norms. The kernel of the next matmul or norm may compute a deferred norm."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from nanovllm.utils.partial_sum import PartialSum
 def add_rms_norm(
     x: PartialSum, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm of x + residual, and x + residual itself, both [T, N]. The sum may overwrite `residual`."""
+    """Return the norm of x + residual, and the sum x + residual, both [T, N]. The sum may overwrite `residual`."""
     total = x.reduce() if residual is None else residual.add_(x.reduce())
     return rms_norm(total, weight, eps), total
 
@@ -76,7 +76,7 @@ class NormInput:
 
     @property
     def residual(self) -> torch.Tensor:
-        """The residual [T, N] for the next norm: x + residual, which may have overwritten the old residual."""
+        """The residual [T, N] for the next norm: x + residual. This sum may have overwritten the old residual."""
         if self.total is None:
             self.tensor()
         return self.total

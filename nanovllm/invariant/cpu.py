@@ -36,7 +36,7 @@ class Runner(BatchRunner):
 
 @torch.inference_mode()
 def check_products(model: nn.Module, dtype: torch.dtype) -> None:
-    """Raise RuntimeError if a matmul maps equal rows of a block to different results on this CPU.
+    """Raise RuntimeError if matmuls on this CPU give different results for equal rows of a block.
 
     Batch invariance also requires that equal calls return equal results, which this function does not check.
     """

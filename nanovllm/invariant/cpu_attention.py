@@ -1,4 +1,4 @@
-"""Attention in which each query processes its keys in the order of their positions."""
+"""Attention that processes the keys of each query in the order of their positions."""
 
 from collections.abc import Iterator
 from typing import NamedTuple

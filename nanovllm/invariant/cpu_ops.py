@@ -2,9 +2,9 @@
 
 A runner computes a step in one thread. With several threads, the batch size would determine how loops over elements are
 divided. In one thread, elementwise operations and reductions over the last dimension compute each row independently of
-other rows. In the following operations, a row's result also depends on other rows, so these operations are replaced:
+other rows. The following operations are replaced, because their results for a row also depend on other rows:
 
-- Matmuls: the library chooses a method by shape. The replacement multiplies blocks of a fixed shape with all threads.
+- Matmuls: the library chooses a method by shape. The replacement uses all threads to multiply blocks of a fixed shape.
 - Functions of few elements: PyTorch computes most elements of a tensor with vector instructions, but the last elements
   one by one. The replacements compute such functions row by row.
 - The chunked form of the gated delta rule: sums depend on where a chunk begins. The replacement computes each token
@@ -65,14 +65,14 @@ gate_scores = linear
 
 
 def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Compute the gate row by row: otherwise, one vector instruction could compute the gates of several rows."""
+    """Compute the gate row by row, so that no vector instruction computes the gates of several rows."""
     if len(x) <= 1:
         return NotImplemented
     return torch.cat([gates.sigmoid_gate(*row) for row in zip(x.split(1), gate.split(1))])
 
 
 def gated_activation(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Compute the activation row by row, as `sigmoid_gate` does."""
+    """Compute the activation row by row, like `sigmoid_gate`."""
     if len(x) <= 1:
         return NotImplemented
     return torch.cat([activations.gated_activation(row, activation) for row in x.split(1)])

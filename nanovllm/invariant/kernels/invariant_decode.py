@@ -77,7 +77,7 @@ def _decode_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute the attention of a sequence over one split of its keys.
+    """Compute the attention of a sequence for one split of its keys.
 
     Unlike in decode_attention.py, a split consists of whole segments. All tiles are transposed, so tensor cores
     multiply 64 keys at a time, as in prefill.
@@ -170,7 +170,7 @@ def _decode_kernel(
 @dependent_kernel(early=("seq_ptrs",))
 @triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(seq_ptrs, sinks_ptr, out_ptrs, splits, HEADS: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr):
-    """In each program, add the segments of one query head."""
+    """Each program adds the segments of one query head."""
     gdc_launch_dependents(PDL)
     num_seqs_ptr, context_lens_ptr = seq_ptrs
     out_ptr, part_ptrs = out_ptrs
@@ -193,7 +193,7 @@ def _combine_kernel(seq_ptrs, sinks_ptr, out_ptrs, splits, HEADS: tl.constexpr, 
 def empty_parts(
     num_rows: int, head_dim: int, max_context_len: int, window: int | None, device: torch.device | str
 ) -> tuple[torch.Tensor, ...]:
-    """Allocate memory for the sums of each segment; the tensors are empty if there is only one segment.
+    """Allocate memory for the sums of each segment. If there is only one segment, the tensors are empty.
 
     `num_rows` is the number of queries times the number of heads.
     """

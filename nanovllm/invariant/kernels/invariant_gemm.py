@@ -1,9 +1,9 @@
-"""Computes y = x W^T + b such that no bit of a row depends on the number of rows.
+"""Computes y = x W^T + b. No bit of a row depends on the number of rows.
 
 Each output is a single sum, whose terms are added in the order of the inputs. The tensor core instructions for 64 rows
 add 16-bit products in the same way for every tile size. In this kernel, the 64 rows are rows of the weight, so a tile
-may have any number of rows of x. For every tile size, the sums over 8-bit weights are multiplied by scales after the
-same number of inputs.
+may have any number of rows of x. If weights have 8 bits, the sums are multiplied by scales after the same number of
+inputs for every tile size.
 """
 
 import torch
@@ -64,7 +64,7 @@ def _product_kernel(
 
 
 def _choose_tiles(num_rows: int, num_outputs: int, is_scaled: bool, is_float32: bool, device: torch.device) -> Tiles:
-    """Choose the tiles that were fastest on an H100; all tiles compute the same results."""
+    """Choose the tiles that were fastest on an H100. All tiles compute the same results."""
     size = max(16, triton.next_power_of_2(num_rows))
     if is_scaled or is_float32:
         table = SCALED_TILES if is_scaled else FLOAT32
@@ -87,10 +87,10 @@ def invariant_product(
     out: torch.Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Return x W^T + bias [M, N] in `out`, for x [M, K], weight W [N, K] and bias [N].
+    """Store x W^T + bias in `out` [M, N], and return `out`. x is [M, K], the weight W is [N, K], and the bias is [N].
 
-    W may be 8-bit values and scales [N / block rows, K / block columns], with blocks of at least 32 columns. All
-    tensors are contiguous, and the size of a row is a multiple of 16 bytes.
+    W may consist of 8-bit values and scales [N / block rows, K / block columns], with blocks of at least 32 columns.
+    All tensors are contiguous. The size of a row is a multiple of 16 bytes.
     """
     rows, values, scales, shape = operands_of(x, weight)
     (n, k), m, device, is_scaled = values.shape, len(x), values.device, isinstance(weight, tuple)

@@ -69,7 +69,7 @@ def _prefill_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (kv_head, i) computes the i-th query tile, segment by segment."""
+    """The program (kv_head, i) computes the i-th query tile, segment by segment."""
     gdc_launch_dependents(PDL)
     query_tiles_ptr, cu_seqlens_q_ptr, context_lens_ptr = query_ptrs
     HEADS: tl.constexpr = CACHE.kv_heads * GROUP
@@ -124,7 +124,7 @@ def _prefill_kernel(
 
 
 def query_tile_size(group: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Return how many tokens a query tile covers, if each key-value head serves `group` query heads."""
+    """Return how many tokens a query tile covers, if each key-value head has `group` query heads."""
     return tile_sizes(head_dim, dtype)[0] // group
 
 
