@@ -1,4 +1,4 @@
-"""Operations: functions that are defined in plain PyTorch and that a device may replace with kernels.
+"""Operations: functions with a definition in plain PyTorch, which kernels may replace on some devices.
 
 The definitions are next to their callers, mostly in `layers/`. A CPU runs the definitions. On CUDA, the Triton kernels
 listed in `ops.py` replace the definitions. `register_ops` adds a table of replacements for another device.
@@ -22,7 +22,7 @@ _forget: list[Callable[[], None]] = []  # each clears the cached choices of one 
 
 
 def ops_for(device: torch.device) -> Mapping[str, Callable]:
-    """Return a mapping from operation names to replacements on `device`.
+    """Return the replacements of operations on `device`, by operation name.
 
     On a CPU without a variant, the mapping is empty.
     """
@@ -44,7 +44,7 @@ def register_ops(device_type: str, table: Mapping[str, Callable]) -> None:
 
 
 def operation(definition: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a definition that a kernel may replace, depending on the device of the first argument."""
+    """Decorate the definition of an operation. The device of the first argument determines the replacement."""
 
     @cache  # a small model on a CPU calls 50 operations per token
     def choose(device: torch.device, variant: str) -> Callable:

@@ -1,4 +1,4 @@
-"""FP8 (e4m3) in kernels: conversions, and rows of numbers that share one scale.
+"""FP8 (e4m3) in kernels: conversions of numbers, and rows of numbers with one scale per row.
 
 GPUs of compute capability 8.9 or higher convert `torch.float8_e4m3fn` in hardware. On other devices, tensors contain
 the bits of e4m3 values as uint8, and the functions in this file convert the bits. Triton has no e4m3 for older GPUs,
@@ -30,7 +30,7 @@ def decode_e4m3(x, dtype: tl.constexpr):
 
 @triton.jit
 def decode_e4m3_pairs(pairs, stored_dtype: tl.constexpr, dtype: tl.constexpr):
-    """Unpack uint16 words with two e4m3 values each. Return the first and the second values in `dtype`."""
+    """Unpack uint16 words, each with two e4m3 values. Return the first values and the second values in `dtype`."""
     if stored_dtype == tl.uint8 or dtype != tl.float16:
         first = (pairs & 0xFF).to(tl.uint8).to(stored_dtype, bitcast=True)
         second = (pairs >> 8).to(tl.uint8).to(stored_dtype, bitcast=True)
@@ -92,9 +92,9 @@ def bfloat16_bits(x):
 
 @triton.jit
 def store_row(x, row_ptr, scale_ptr, slot):
-    """Quantize a row x [1, D]. Unless `slot` is -1, store the quantized row and its scale (bfloat16 bits in int16).
+    """Quantize a row x [1, D]. Unless `slot` is -1, store the result and its scale (bfloat16 bits in int16).
 
-    Return the quantized values [1, D] as float32, not yet multiplied by the scale, and the scale [1].
+    Return the quantized values [1, D] as float32, and the scale [1]. The values are not multiplied by the scale yet.
     """
     y, scale = encode_rows(x, row_ptr.dtype.element_ty)
     i = tl.arange(0, 1)
@@ -108,9 +108,9 @@ def unpack_scales(pairs, stored_dtype: tl.constexpr):
     """Unpack int32 words [N] that contain the bfloat16 scales of a key and of its value.
 
     Return the key scales, and log2 of the value scales, both float32 [N]. Attention adds log2(scale) to the scores
-    instead of multiplying values by their scales. The weight p = 2 ** (score + log2(scale) - m) then includes the
-    scale, where m is the maximum of score + log2(scale). p lies between 0 and 1 for values of any size, so float16 is
-    accurate. The denominator of the softmax is the sum of p / scale.
+    instead of multiplying values by their scales. Let m be the maximum of score + log2(scale). Then the weight p = 2 **
+    (score + log2(scale) - m) includes the scale. p lies between 0 and 1 for values of any size, so float16 is accurate.
+    The denominator of the softmax is the sum of p / scale.
     """
     k_scale = (pairs << 16).to(tl.float32, bitcast=True)
     v_scale = (pairs & -0x10000).to(tl.float32, bitcast=True)
@@ -126,7 +126,7 @@ def unpack_scales(pairs, stored_dtype: tl.constexpr):
 def as_fp8_partner(x):
     """Convert bfloat16 queries to float16, so that they can be multiplied by e4m3 keys.
 
-    The hardware converts e4m3 to bfloat16 only through float16 and float32. float16 is more precise than bfloat16. The
+    The hardware can convert e4m3 to bfloat16 only via float16 and float32. float16 is more precise than bfloat16. The
     outputs of norms and projections are far below the limit of float16.
     """
     if x.dtype == tl.bfloat16:

@@ -1,7 +1,7 @@
 """The table of operations for CUDA. Importing this module requires Triton.
 
 A function with the name of an operation replaces the operation's definition. The function returns `NotImplemented` if
-no kernel is faster than the definition. Other functions are helpers, or are called by CUDA code.
+no kernel is faster than the definition. The other functions are helpers, or CUDA code calls them.
 """
 
 import torch
@@ -66,7 +66,7 @@ def split_linear(x, weight, bias=None, split_k=1, out=None):
 
 
 def norm_linear(x, weight, bias=None, act=None):
-    """Compute the norm, matmul and activation of a single row in one kernel, unless the row is still an unfinished sum.
+    """In one kernel, compute the norm, matmul and activation of a single row, unless the row is an unfinished sum.
 
     For several rows, a separate kernel computes the norm. For many rows on Hopper, one kernel computes matmul and
     activation.

@@ -1,7 +1,7 @@
 """Decode attention over paged keys and values.
 
-Each sequence has queries for its newest token and for a few draft tokens. The keys of a sequence are divided among
-several programs (flash-decoding).
+A sequence has queries for its newest token and for a few draft tokens. The keys of a sequence are divided among several
+programs (flash-decoding).
 """
 
 import torch
@@ -71,10 +71,10 @@ def _prefetch_tile(cache_ptrs, table_ptr, kv_head, tokens, CACHE: tl.constexpr):
 
 @triton.jit
 def _store_new_token(k, v, cache_ptrs, slot, kv_head, d, CACHE: tl.constexpr):
-    """Store a key `k` and a value `v`, both [1, head_dim], unless `slot` is -1.
+    """Unless `slot` is -1, store a key `k` and a value `v`, both [1, head_dim].
 
-    Return the stored key and its scale, then the stored value and its scale. FP8 rounds keys and values, and attention
-    must use the same rounded numbers in this step as in later steps.
+    Return the stored key and its scale, then the stored value and its scale. FP8 rounds keys and values. In this step,
+    attention must use the same rounded numbers as in later steps.
     """
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
     at = (slot * CACHE.kv_heads + kv_head) * CACHE.head_dim + d[None, :]
@@ -92,7 +92,7 @@ def _store_new_token(k, v, cache_ptrs, slot, kv_head, d, CACHE: tl.constexpr):
 
 @triton.jit
 def _scores_of_tile(q, k_ptrs, pair_ptrs, inside, scale, STORED: tl.constexpr, CAP: tl.constexpr):
-    """Return the scores [TILE, GROUP_PAD] of a tile of keys, and log2 of its values' FP8 scales [TILE]."""
+    """Return the scores [TILE, GROUP_PAD] of a tile of keys, and log2 of the FP8 scales [TILE] of the tile's values."""
     k = tl.load(k_ptrs, inside[:, None], 0.0)
     v_log2_scale = 0.0
     if pair_ptrs is not None:
@@ -145,7 +145,7 @@ def _decode_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute the attention of a sequence's ROWS query tokens over one split of its keys.
+    """Compute attention for one split of a sequence's keys. The sequence has ROWS query tokens.
 
     The program (kv_head, sequence, split) handles all query heads that share the key-value head. Before `gdc_wait`, the
     program reads no memory that the previous kernel writes.
@@ -275,7 +275,7 @@ def _decode_kernel(
 
 
 def fuses_qk_norm_rope(batch_size: int, kv_heads: int, device: torch.device) -> bool:
-    """Return whether `decode_attention` should take qkv, and do the norms, the rotation and the cache store itself.
+    """Return whether `decode_attention` should take qkv, and should also compute norms, rotation and cache store.
 
     Fusing saves a kernel launch. If not all programs can run at the same time, fusing costs more time than it saves.
     """
@@ -285,8 +285,8 @@ def fuses_qk_norm_rope(batch_size: int, kv_heads: int, device: torch.device) -> 
 def _choose_programs(batch_size, tokens_per_row, cache, row_bytes, is_qkv) -> tuple[int, int, int]:
     """Return (programs per multiprocessor, warps per program, tiles loaded ahead).
 
-    The choice is based on measurements. A multiprocessor reads fastest with two programs of four warps, but then has no
-    space for a program of the next kernel.
+    The choice is based on measurements. A multiprocessor reads fastest with two programs of four warps. In this case, a
+    program of the next kernel does not fit.
     """
     has_few_splits = batch_size * cache.k.shape[2] * 3 > 2 * num_sms(cache.k.device)  # at most two splits
     are_fastest = is_qkv and (row_bytes > 256 or (row_bytes == 256 and has_few_splits))
@@ -307,23 +307,23 @@ def decode_attention(
     tokens_per_row: int = 1,
     norm_rope_inputs: tuple = NO_NORM_ROPE,
 ) -> torch.Tensor:
-    """Return the attention of each row b of q over the first `context_lens[b]` cached tokens of its sequence.
+    """Return the attention of each row b of q to the first `context_lens[b]` cached tokens of the row's sequence.
 
-    q and the result are [B, heads, head_dim]. The result of a row with a context length of 0 is zero. The tokens are in
-    the blocks `block_tables[b]`.
+    q and the result are [B, heads, head_dim]. If a row's context length is 0, its result is zero. The tokens are in the
+    blocks `block_tables[b]`.
 
     cache: `block_size` is a multiple of 16, and `head_dim` is a power of two, at least 16.
-    context_lens, block_tables: [B] and [B, W] int32. All tensors except the block tables are contiguous.
-    splits: the maximum number of splits per sequence, at most one per tile. The default number depends on
-        `max_context_len`, an upper bound on `context_lens`. The longest sequences should come first, because programs
-        start in the order of rows.
+    context_lens, block_tables: int32 tensors [B] and [B, W]. All tensors except `block_tables` are contiguous.
+    splits: the maximum number of splits per sequence. There are at most as many splits as tiles. The default number
+        depends on `max_context_len`, an upper bound on `context_lens`. The longest sequences should come first, because
+        programs start in the order of rows.
     num_seqs: [1] int32, the number of rows to compute, at least 1. Later rows of the result stay unchanged.
     out: receives the result.
     tokens_per_row: the number of consecutive rows that belong to one sequence. The rows of a sequence share a block
         table, and each row sees at least as many keys as the row before it.
     norm_rope_inputs: the arguments `qk_norm_rope` and `slot_mapping` of `norm_rope_and_store`. If these arguments are
-        given, the kernel also does the work of `norm_rope_and_store`. In that case, q is qkv [B, heads + 2 kv_heads,
-        head_dim] with any stride between tokens, and the result of an empty sequence is finite but undefined.
+        given, the kernel also does the work of `norm_rope_and_store`. In that case, q is qkv [B, heads + 2 * kv_heads,
+        head_dim] with any stride between tokens. The result of an empty sequence is then finite but undefined.
     """
     is_qkv, kv_heads = norm_rope_inputs is not NO_NORM_ROPE, cache.k.shape[2]
     out = torch.empty_like(q[:, 2 * kv_heads :] if is_qkv else q) if out is None else out

@@ -1,4 +1,4 @@
-"""One kernel between the qkv projection and attention: q and k norms, rotary embedding, and cache store."""
+"""A kernel between the qkv projection and attention: q and k norms, rotary embedding, and cache store."""
 
 from typing import NamedTuple
 
@@ -25,8 +25,8 @@ def norm_rope(x, x_swapped, cos, sin, eps, HAS_NORM: tl.constexpr):
     """Rotate each row of x [R, D]. If HAS_NORM, normalize the row first. Compute in float32, and round once.
 
     `x_swapped` is x with its halves swapped. `cos` and `sin` [1 or R, D] come from FusedRotaryEmbedding, which negates
-    the first half of `sin`. If HAS_NORM, the caller has multiplied `cos` by the norm's weight, and `sin` by that weight
-    with its halves swapped. The inverse root mean square of a row is applied after the rotation.
+    the first half of `sin`. If HAS_NORM, the caller has multiplied `cos` by the norm's weight, and `sin` by the norm's
+    weight with swapped halves. The inverse root mean square of a row is applied after the rotation.
     """
     y = x.to(tl.float32)
     rotated = y * cos + x_swapped.to(tl.float32) * sin
@@ -55,8 +55,8 @@ def _norm_rope_store_kernel(
 ):
     """Each program processes PER_PROGRAM heads of one token.
 
-    A token's query heads come first in qkv, then key heads, then value heads. All heads run the same instructions, with
-    the masks `is_q`, `is_k` and `is_v`.
+    In qkv, a token's query heads are followed by key heads, then by value heads. All heads run the same instructions,
+    with the masks `is_q`, `is_k` and `is_v`.
     """
     gdc_launch_dependents(PDL)
     q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, slot_mapping_ptr = norm_rope_ptrs
@@ -97,15 +97,16 @@ def _norm_rope_store_kernel(
 
 
 def norm_rope_and_store(qkv: torch.Tensor, qk_norm_rope, slot_mapping: torch.Tensor, cache) -> torch.Tensor:
-    """Normalize and rotate queries and keys of qkv, and store keys and values in the cache.
+    """Normalize and rotate the queries and keys in qkv. Store the keys and values in the cache.
 
-    Return the queries [T, heads, head_dim]. `qkv` is [T, heads + 2 kv_heads, head_dim], with any stride between tokens.
-    `head_dim` is a power of two.
+    Return the queries [T, heads, head_dim]. `qkv` is [T, heads + 2 * kv_heads, head_dim], with any stride between
+    tokens. `head_dim` is a power of two.
 
     qk_norm_rope: (q weight, k weight, eps, cos_sin). The weights are [head_dim], or `None` if there is no norm.
-        `cos_sin` [T, 2, N] float32 comes from FusedRotaryEmbedding, and defines the rotation of the first N elements of
-        each head.
-    slot_mapping: [T], each token's index in the cache (with its first two dimensions flattened), or -1 to store nothing
+        `cos_sin` [T, 2, N] float32 comes from FusedRotaryEmbedding. It defines the rotation of each head's first N
+        elements.
+    slot_mapping: [T], each token's index in the cache (whose first two dimensions are flattened), or -1 to store
+        nothing
     """
     num_tokens, num_rows, head_dim = qkv.shape
     layout = CacheLayout(*cache.k.shape[1:])

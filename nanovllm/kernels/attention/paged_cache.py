@@ -1,4 +1,4 @@
-"""The compile-time description of the KV cache for kernels.
+"""The compile-time description of a KV cache, for kernels.
 
 Functions that launch kernels use these attributes of a layer's `cache`, a `KVCache` (cache/kv_cache.py):
 
@@ -33,7 +33,7 @@ class CacheLayout(NamedTuple):
 def layout_of(cache, max_tile: int) -> CacheLayout:
     """Return the layout of a cache.
 
-    The tile of the layout is the largest power of two that divides the block size and is at most `max_tile`.
+    The layout's tile size is the largest power of two that divides the block size and is at most `max_tile`.
     """
     block_size, spec = cache.k.shape[1], cache.spec
     tile = min(max_tile, block_size & -block_size)
@@ -46,7 +46,7 @@ def log2_scale(cache) -> float:
 
 
 def cache_tiles(cache, layout: CacheLayout) -> tuple:
-    """Return the keys and the values for prefill kernels: as TMA descriptors or, without TMA, as tensors."""
+    """Return the keys and the values for prefill kernels, as TMA descriptors or, without TMA, as tensors."""
     if not has_tma(cache.k.device):
         return cache.k, cache.v
     shape = [layout.tile, layout.head_dim]
@@ -74,7 +74,7 @@ def add_sinks(acc, m_i, l_i, sinks):
 
 @triton.jit
 def prefetch_rows(starts, SIZE: tl.constexpr):
-    """Start prefetching SIZE elements from each pointer in `starts` into the L2 cache."""
+    """Start to prefetch SIZE elements into the L2 cache, from each pointer in `starts`."""
     LINE: tl.constexpr = 1024 // starts.dtype.element_ty.primitive_bitwidth  # elements in 128 bytes
     lines = starts[:, None] + tl.arange(0, (SIZE + LINE - 1) // LINE)[None, :] * LINE
     asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"

@@ -169,10 +169,10 @@ def _is_for_hopper(head_dim: int, dtype: torch.dtype) -> bool:
 
 
 def query_tile_size(group: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Return how many tokens a query tile covers, if each key-value head serves `group` query heads.
+    """Return how many tokens a query tile covers, if each key-value head has `group` query heads.
 
-    On Hopper, the kernel of hopper_prefill.py may replace the kernel of this file. Hopper tiles have 128 rows. On
-    Hopper, the returned size is therefore the largest multiple of this file's tile size that fits into 128 rows.
+    On Hopper, the kernel of hopper_prefill.py may replace the kernel of this file. Hopper tiles have 128 rows. The size
+    for Hopper is therefore the largest multiple of this file's tile size that fits into 128 rows.
     """
     tokens = _tile_sizes(head_dim, dtype)[0] // group
     if _is_for_hopper(head_dim, dtype):
@@ -189,20 +189,20 @@ def prefill_attention(
     query_tiles: torch.Tensor,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the causal attention of new tokens over the cached keys of their sequences, in the shape of q.
+    """Return the causal attention of new tokens to the cached keys of their sequences, in the shape of q.
 
-    A query sees the tokens of its sequence up to its own position. If the layer has a window, a query sees only the
+    A query sees the tokens of its sequence up to the query's position. If the layer has a window, a query sees only the
     last `window` of those tokens. The cache already contains all `context_lens[b]` tokens of sequence b, including the
     tokens of this step.
 
-    q: [T, heads, head_dim], the queries of the last tokens of B sequences, contiguous. At most 64 query heads share a
-        key-value head.
+    q: a contiguous tensor [T, heads, head_dim], the queries for the last tokens of B sequences. At most 64 query heads
+        share a key-value head.
     cu_seqlens_q: [B + 1], where the queries of each sequence begin.
     cache, context_lens, block_tables: as in `decode_attention`.
-    query_tiles: [N, 2] int32, pairs (sequence, index of the tile's first query among the sequence's queries). Programs
-        start in the order of the pairs. A tile covers at most `query_tile_size` queries. Pairs with sequence -1 are
-        skipped.
-    out: receives the result. Rows without a tile stay unchanged.
+    query_tiles: an int32 tensor [N, 2] of pairs (sequence, index of the tile's first query within the sequence's
+        queries). Programs start in the order of the pairs. A tile covers at most `query_tile_size` queries. Pairs with
+        sequence -1 are skipped.
+    out: receives the result. Rows that no tile covers stay unchanged.
     """
     heads, head_dim = q.shape[1:]
     tile_m, tile_n = _tile_sizes(head_dim, q.dtype)

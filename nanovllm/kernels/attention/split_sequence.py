@@ -21,8 +21,8 @@ def choose_num_splits(
 ) -> int:
     """Return the maximum number of splits per sequence, each with at least `tile` keys.
 
-    With one sequence, each multiprocessor gets one program. With several sequences, each multiprocessor gets `programs`
-    programs, to balance sequences of different lengths.
+    If there is one sequence, each multiprocessor gets one program. If there are several sequences, each multiprocessor
+    gets `programs` programs, to balance sequences of different lengths.
     """
     programs, most = (1, MAX_SPLITS_OF_ONE) if batch_size == 1 else (programs, MAX_SPLITS)
     wanted = programs * num_sms(device) // max(1, batch_size * kv_heads)
@@ -31,7 +31,7 @@ def choose_num_splits(
 
 @triton.jit
 def split_sequence(context_lens_ptr, seq, splits, IS_QKV: tl.constexpr, ROWS: tl.constexpr, CACHE: tl.constexpr):
-    """Return (first visible key, number of cached keys, keys per split, number of used splits) of a sequence.
+    """Return a sequence's (first visible key, number of cached keys, keys per split, number of used splits).
 
     The first split begins at the tile of the first visible key. The first split is always used: its program adds the
     new token of qkv, or writes zeros for an empty sequence.
@@ -59,7 +59,7 @@ class SplitRows(NamedTuple):
 def _combine_kernel(part_ptrs, seq_ptrs, out_ptr, splits, ROWS: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr):
     """Each program combines the splits of one query head.
 
-    A separate kernel was faster than combining in the program that finishes last.
+    This separate kernel was faster than a kernel whose last program combines the splits.
     """
     gdc_launch_dependents(PDL)
     partial_ptr, lse_ptr = part_ptrs
@@ -87,8 +87,8 @@ def combine_splits(
     """Add the results of all splits, weighted by their log-sum-exps, and store the sums in `out` [B, heads, head_dim].
 
     `parts` is (results [B, heads, splits, head_dim], log-sum-exps [B, heads, splits]), both float32, and `seqs` is
-    (num_seqs, context_lens). The kernel that wrote `parts` must have had the same arguments, because they determine how
-    many splits are used.
+    (num_seqs, context_lens). The kernel that wrote `parts` must have had the same arguments: they determine how many
+    splits are used.
     """
     batch_size, heads, splits = parts[1].shape
     rows = SplitRows(heads, tokens_per_row, is_qkv, max(MAX_SPLITS, triton.next_power_of_2(splits)))

@@ -1,8 +1,8 @@
 """A Hopper epilogue for hopper_product.py: a gated activation in 16 bits, or SwiGLU in FP8 with quantized results.
 
-In 16 bits, gate, up and the activation of gate are each rounded, at no extra cost. The results therefore equal those of
-separate kernels, except that activations of gate below about 1e-36 become 0. In FP8, all results that share a scale are
-in the same tile.
+In 16 bits, `gate`, `up` and the activation of `gate` are rounded separately, at no extra cost. The results therefore
+equal those of separate kernels, except that activations of `gate` below about 1e-36 become 0. In FP8, all results with
+the same scale are in one tile.
 """
 
 from math import e, log2
@@ -19,7 +19,7 @@ from nanovllm.kernels.linear.tiles import QuantizedRows
 
 
 def _gate_code(x: str, y: str, act: Activation) -> str:
-    """Return PTX code for y = x * sigmoid(alpha * (x + cubic * x^3)), see Activation.
+    """Return PTX code that computes y = x * sigmoid(alpha * (x + cubic * x^3)) (see Activation).
 
     The code uses two approximate instructions, each with an error of at most 2^-22. Exact division and `gl.exp` would
     need several times as many instructions.
@@ -90,7 +90,7 @@ def _store_gelu(sums, out, row, n, num_rows, W: gl.constexpr):
 
 @gluon.jit
 def _store_quantized(quarters, out, row, n, num_rows, W: gl.constexpr):
-    """Run the FP8 epilogue: compute SwiGLU, and quantize the results, with one scale per 128 results of a row."""
+    """Run the FP8 epilogue: compute SwiGLU, and quantize the results. Each row has one scale per 128 results."""
     out_tiles, out_ring, scale_ptrs = out
     scale_ptr, stride = scale_ptrs
     gate0, gate1, up0, up1 = quarters
@@ -110,10 +110,10 @@ EPILOGUES = {SWIGLU: _store_swiglu, GELU_AND_MUL: _store_gelu}
 def gated_linear(
     x: torch.Tensor | QuantizedRows, weight: torch.Tensor, act: Activation, scales: torch.Tensor | None = None
 ) -> torch.Tensor | QuantizedRows:
-    """Multiply x [T, K] by weight [N, K], and apply the gated activation. All are in 16 bits. Return [T, N / 2].
+    """Multiply x [T, K] by the weight [N, K], and apply the gated activation. Return a tensor [T, N / 2].
 
-    With `scales`, x and the weight are in FP8, and the activation is SwiGLU. The result is then that of
-    `swiglu_quantize` in multiply_scaled.py.
+    Without `scales`, all tensors have 16 bits. If `scales` are given, x and the weight are in FP8, and the activation
+    is SwiGLU. The result is then that of `swiglu_quantize` in multiply_scaled.py.
     """
     num_rows, n = len(x if scales is None else x.values), len(weight) // 2
     y = torch.empty((num_rows, n), dtype=weight.dtype, device=weight.device)

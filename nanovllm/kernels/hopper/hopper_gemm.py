@@ -1,8 +1,8 @@
 """The Hopper version of split_k_gemm.py for 129 to 256 rows, written in Gluon.
 
 One warp loads tiles, and two warpgroups multiply them. A tile combines 128 rows of the weight (64 for each warpgroup)
-with all tokens, so each weight is read once. The tokens are divided into two tensors, because tensor sizes must be
-powers of two. A quarter of the registers stays free for programs of the previous and the next kernel.
+with all tokens, so each weight is read once. Two tensors contain the tokens, because tensor sizes must be powers of
+two. A quarter of the registers stays free for programs of the previous and the next kernel.
 
 This kernel is for GEMMs with many more inputs than outputs, such as down_proj. For other GEMMs, cuBLAS is as fast.
 """
@@ -33,7 +33,7 @@ SHARED_BYTES = 218 * 2**10  # of all buffers; another 4 KiB hold outputs until t
 
 @gluon.jit
 def _load_weights(i, w_tiles, rings, row, first_k, TOKENS: gl.constexpr, BUFFERS: gl.constexpr):
-    """Start loading the weights of the program's i-th step along K."""
+    """Start to load the weights for the i-th step along K."""
     weights, _, _, full, _ = rings
     buffer = i % BUFFERS
     mbarrier.expect(full.index(buffer), (TILE_N + TOKENS) * 2 * TILE_K)
@@ -119,7 +119,7 @@ def _gemm_kernel(
 
 
 def hopper_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute `split_k_gemm` for x [rows, K] with 129 to 256 rows. Both x and the weight [N, K] have 16 bits."""
+    """Compute `split_k_gemm` for 129 to 256 rows. x [rows, K] and the weight [N, K] have 16 bits."""
     (m, k), n = x.shape, weight.shape[0]
     out = torch.empty((split_k, m, n), dtype=x.dtype, device=x.device) if out is None else out
     second = max(16, triton.next_power_of_2(m - FIRST.value))

@@ -1,11 +1,11 @@
 """Prefill attention for Hopper (FlashAttention-3, arXiv:2407.08608), written in Gluon.
 
-One warp loads tiles, and two warpgroups compute attention. A query tile has 128 rows (64 for each warpgroup), and each
-row is one query head of one token. A tile covers a *pack*: some of the query heads that share a key-value head. The
-size of a pack is the largest power of two that divides the number of query heads per key-value head.
+One warp loads tiles, and two warpgroups compute attention. A query tile has 128 rows (64 for each warpgroup). Each row
+is one query head of one token. A tile covers a *pack*: some of the query heads that share a key-value head. The size of
+a pack is the largest power of two that divides the number of query heads per key-value head.
 
-The warpgroups alternate. While one warpgroup computes a softmax, the tensor cores work for the other warpgroup, or
-multiply the previous softmax weights of the first warpgroup by values.
+The warpgroups alternate. While a warpgroup computes a softmax, the tensor cores work for the other warpgroup. Or they
+multiply the warpgroup's previous softmax weights by values.
 """
 
 from typing import NamedTuple
@@ -54,7 +54,8 @@ def _load(ring, buffer, use, tiles, at):
 
     `use` is the number of previous loads into `buffer`.
 
-    A buffer has two barriers: `full` completes when a tile is loaded, and `empty` when the tile is no longer needed.
+    A buffer has two barriers. `full` completes when a tile is loaded. `empty` completes when the tile is no longer
+    needed.
     """
     smem, full, empty = ring
     mbarrier.wait(empty.index(buffer), (use & 1) ^ 1)
@@ -73,8 +74,8 @@ def _work(n, plan, SHAPE: gl.constexpr):
     """Return the n-th query tile of this program.
 
     The first field of the result is the index of the last key tile plus 1, or 0 if there is no n-th query tile. Query
-    tiles are sorted by descending number of keys. The tiles are dealt to the programs in alternating order: first
-    program to last, then last to first.
+    tiles are sorted by descending number of keys. The programs get the tiles in turn, in alternating order: from the
+    first program to the last, then from last to first.
     """
     plan_ptrs, num_tiles, _ = plan
     tiles_ptr, starts_ptr, lengths_ptr, _ = plan_ptrs
@@ -126,8 +127,8 @@ def _load_tiles(tiles, rings, plan, SHAPE: gl.constexpr):
 def _softmax(scores, state, position, key, MASKED: gl.constexpr, SHAPE: gl.constexpr):
     """Return the softmax weights, the factor for the old sums, and the new state.
 
-    The state contains the maximum scaled score of each row, and a separate sum of weights for each thread. Threads
-    therefore need not exchange sums.
+    The state contains the maximum scaled score of each row. It also contains a separate sum of weights for each thread,
+    so threads need not exchange sums.
     """
     scale: gl.constexpr = SHAPE.scale
     m_i, l_i = state
@@ -150,7 +151,7 @@ def _softmax(scores, state, position, key, MASKED: gl.constexpr, SHAPE: gl.const
 
 @gluon.jit
 def _scores(q, keys, i, SHAPE: gl.constexpr):
-    """Start the matmul of the queries and the i-th tile of keys. The keys must already be loaded."""
+    """Start to multiply the queries by the i-th tile of keys, which must already be loaded."""
     zeros = gl.full([64, SHAPE.tile], 0.0, gl.float32, sums_of(SHAPE.tile))
     k = keys[0].index(i % 2).permute((1, 0))
     return hopper.warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
@@ -158,7 +159,7 @@ def _scores(q, keys, i, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _add_values(acc, p, values, i, SHAPE: gl.constexpr):
-    """Start adding the weights p times the i-th tile of values to `acc`.
+    """Start to multiply the weights p by the i-th tile of values, and to add the result to `acc`.
 
     The caller passes both results to `warpgroup_mma_wait`.
     """
@@ -169,7 +170,7 @@ def _add_values(acc, p, values, i, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _attend_tiles(sums, begin, end, args, W: gl.constexpr, MASKED: gl.constexpr, SHAPE: gl.constexpr):
-    """Add the key tiles `begin` to `end` to `sums`. Tiles are counted backwards from the last key tile."""
+    """Add the key tiles from `begin` to `end` to `sums`. These indices count backwards from the last key tile."""
     q, position, rings, turns, counts = args
     _, keys, values = rings
     last, count, base = counts
@@ -193,9 +194,9 @@ def _attend_tiles(sums, begin, end, args, W: gl.constexpr, MASKED: gl.constexpr,
 
 @gluon.jit
 def _forget_stale(v, key, length, SHAPE: gl.constexpr):
-    """Zero the values from position `length` on, because 0 times a stale NaN is NaN.
+    """Set the values from position `length` on to zero, because 0 times a stale NaN is NaN.
 
-    Both warpgroups may zero the same values.
+    Both warpgroups may do this for the same values.
     """
     ROWS: gl.constexpr = _rows(SHAPE.head_dim)
     for part in gl.static_range(SHAPE.tile // 32):
@@ -295,8 +296,8 @@ def attend(tokens: int, tile: int, q: torch.Tensor, cache, plan_ptrs, out: torch
     """Compute `prefill_attention` of q [T, heads, head_dim]. Store the result in `out`, which has the shape of q.
 
     `plan_ptrs` is (query_tiles, cu_seqlens_q, context_lens, block_tables). A query tile has at most `tokens` tokens.
-    `cache` has 16-bit keys and values, and neither a soft cap nor sinks. `tile`, the number of keys per tile, is 64 or
-    128 and divides the block size. `head_dim` is 64 or 128, or 256 if `tile` is 64.
+    `cache` has 16-bit keys and values, and neither a soft cap nor sinks. `tile` is the number of keys per tile: 64 or
+    128, a divisor of the block size. `head_dim` is 64, 128 or, if `tile` is 64, 256.
     """
     heads, head_dim = q.shape[1:]
     block_size, kv_heads = cache.k.shape[1:3]

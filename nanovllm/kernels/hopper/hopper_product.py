@@ -1,14 +1,15 @@
 """A GEMM and its epilogue in one kernel for Hopper, written in Gluon.
 
-The operands have 16 bits, or they are `QuantizedRows` and an FP8 weight with one scale per 128 x 128 block. One warp
-loads tiles, and two warpgroups multiply them. A tile has 128 rows (64 for each warpgroup) and two blocks of 128
+Either the operands have 16 bits, or they are `QuantizedRows` and an FP8 weight with one scale per 128 x 128 block. One
+warp loads tiles, and two warpgroups multiply them. A tile has 128 rows (64 for each warpgroup) and two blocks of 128
 outputs.
 
-The epilogue is a function in another file. The epilogue gets the accumulators of a warpgroup: one tensor [64, 256] for
+The epilogue is a function in another file. Its arguments include a warpgroup's accumulators: one tensor [64, 256] for
 16-bit operands, or four quarters [64, 64] for FP8.
 
-In FP8, tensor cores accumulate imprecisely, so each of their sums covers only 128 inputs. A warpgroup scales these sums
-and adds them in float32. While a warpgroup adds the sums of 64 outputs, the tensor cores compute the next 64 outputs.
+In FP8, tensor cores accumulate imprecisely, so each of their sums covers only 128 inputs. A warpgroup multiplies these
+sums by scales, and adds them in float32. While a warpgroup adds the sums of 64 outputs, the tensor cores compute the
+next 64 outputs.
 """
 
 from typing import NamedTuple
@@ -97,7 +98,7 @@ def _load_scales(scale_ptrs, tile, k, sizes, W: gl.constexpr, PLAN: gl.constexpr
 
 @gluon.jit
 def _product(x, w, half: gl.constexpr):
-    """Start the matmul of rows x [64, 128], which are in registers, and one half of a weight block w [128, 128]."""
+    """Start to multiply rows x [64, 128], which are in registers, by one half of a weight block w [128, 128]."""
     zeros = gl.full([64, 64], 0.0, gl.float32, SUMS)
     return hopper.warpgroup_mma(x, w.slice(half * 64, 64).permute((1, 0)), zeros, use_acc=False, is_async=True)
 
@@ -251,10 +252,10 @@ def _product_kernel(
 
 
 def product(x: torch.Tensor | QuantizedRows, weight, scales: torch.Tensor | None, epilogue, out_ptrs, y=None) -> None:
-    """Compute x W^T for x [T, K] and weight [N, K], and pass the accumulators and `out_ptrs` to the epilogue.
+    """Compute x W^T for x [T, K] and W [N, K]. Pass the accumulators and `out_ptrs` to the epilogue.
 
-    x and the weight are in FP8 if `scales` are given, and have 16 bits otherwise. N is a multiple of 256. Without `y`,
-    a tile has two adjacent blocks of outputs. With `y`, a tile has one block from each half of the outputs, and the
+    If `scales` are given, x and W are in FP8, otherwise they have 16 bits. N is a multiple of 256. Without `y`, a tile
+    has two adjacent blocks of outputs. If `y` is given, a tile has one block from each half of the outputs, and the
     epilogue stores tiles of `y`.
     """
     (n, k), step = weight.shape, 128 // weight.element_size()

@@ -1,7 +1,7 @@
 """A Hopper epilogue for hopper_product.py: q and k norms, rotary embedding, and cache store.
 
-Each block of 128 outputs is one head, and the elements of a rotated pair are in the same thread. The epilogue computes
-in float32, and rounds once.
+Each block of 128 outputs is one head. A thread holds both elements of a rotated pair. The epilogue computes in float32,
+and rounds once.
 """
 
 import torch
@@ -17,7 +17,7 @@ ROWS = gl.constexpr(gl.DistributedLinearLayout(_OF_THREAD, _OF_WARP, [[16, 0], [
 
 @gluon.jit
 def _norm_rope(x0, x1, weights, eps, cos, sin):
-    """Normalize (if there are weights) and rotate one head of 64 tokens. x0 and x1 [64, 64] are the head's halves."""
+    """Normalize one head of 64 tokens (if there are weights), and rotate it. x0 and x1 [64, 64] are its halves."""
     y0, y1 = x0, x1
     if weights is not None:
         y0, y1 = x0 * weights[0], x1 * weights[1]
@@ -72,8 +72,8 @@ def _store_heads(sums, out_ptrs, row, n, num_rows, W: gl.constexpr):
 def store_product(factors, qk_norm_rope, slot_mapping: torch.Tensor, cache) -> torch.Tensor:
     """Compute x W^T, then `norm_rope_and_store`.
 
-    `factors` is (x, weight, scales). For 16-bit operands, `scales` is `None`. `head_dim` is 128. The numbers of query
-    heads and of key-value heads are even.
+    `factors` is (x, weight, scales). For 16-bit operands, `scales` is `None`. `head_dim` is 128. The number of query
+    heads and the number of key-value heads are both even.
     """
     x, weight, scales = factors
     kv_heads = cache.k.shape[2]

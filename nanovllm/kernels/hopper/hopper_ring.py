@@ -1,8 +1,8 @@
 """Shared code of the Gluon kernels: a warp loads tiles into a ring of buffers for the warpgroups.
 
 A buffer has two barriers. The barrier `full` completes when all data has arrived, and `empty` completes when all
-readers have finished. In the i-th use of a buffer, readers wait for parity `i & 1` of `full`. Before the loading warp
-fills the buffer, it waits for parity `(i & 1) ^ 1` of `empty`.
+readers have finished. In the i-th use of a buffer, readers wait for parity `i & 1` of `full`. The loading warp waits
+for parity `(i & 1) ^ 1` of `empty` before it fills the buffer.
 """
 
 import torch
@@ -62,7 +62,7 @@ def halves(sums):
 
 @gluon.constexpr_function
 def outputs_of(tokens):
-    """Return the layout for stores of [tokens, 64], where each thread stores 8 outputs of a token (16 bytes)."""
+    """Return the layout to store a tensor [tokens, 64]. Each thread stores 8 outputs of a token (16 bytes)."""
     registers = [[0, 1], [0, 2], [0, 4], *([1 << i, 0] for i in range(4, tokens.bit_length() - 1))]
     lanes = [[2, 0], [4, 0], [1, 0], [0, 8], [8, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[0, 16], [0, 32]], [], [tokens, 64])
@@ -70,7 +70,7 @@ def outputs_of(tokens):
 
 @gluon.jit
 def store_transposed(out_ptr, sums, row, first_token, num_tokens, num_rows):
-    """Store each of a warpgroup's sums[i, token] in out[first_token + token, row + i], if that element exists."""
+    """Store a warpgroup's sums[i, token] in out[first_token + token, row + i], for all elements that exist in `out`."""
     LAYOUT: gl.constexpr = outputs_of(sums.shape[1])
     out = gl.convert_layout(sums.to(out_ptr.dtype.element_ty).permute((1, 0)), LAYOUT)
     token = first_token + gl.arange(0, sums.shape[1], gl.SliceLayout(1, LAYOUT))

@@ -38,7 +38,7 @@ TILES = (
 
 
 def choose_tile(num_rows: int, n: int, k: int, max_split_k: int, sms: int) -> HopperTile | None:
-    """Return the tile for x [num_rows, k] times a weight [n, k], or `None` if other kernels are as fast.
+    """Return the tile to multiply x [num_rows, k] by a weight [n, k], or `None` if other kernels are as fast.
 
     If each program must compute several tiles, only the largest tiles are faster than the library.
     """
@@ -67,7 +67,7 @@ def hopper_tile(num_rows: int, values: torch.Tensor, scales: torch.Tensor, max_s
 def quantized_linear(
     x: QuantizedRows, values: torch.Tensor, scales: torch.Tensor, split_k: int, out: torch.Tensor | None
 ) -> torch.Tensor:
-    """Compute `split_k_gemm` [split_k, T, N] for quantized rows x [T, K] and weight values [N, K].
+    """Compute `split_k_gemm` for x [T, K] and the weight `values` [N, K]. The result is [split_k, T, N].
 
     Return `NotImplemented` if this kernel is not the fastest or does not support the operands.
     """
@@ -86,7 +86,7 @@ MAX_PACKED_ROWS = 512  # with more rows, converting the weights for a GEMM of th
 
 
 def packed_tile(x: torch.Tensor, weight, max_split_k: int) -> HopperTile | None:
-    """Return the tile for x [M, K] times a Packed weight, or `None` if another kernel should run.
+    """Return the tile to multiply x [M, K] by a Packed weight, or `None` if another kernel should run.
 
     The tile's `split_k` is the best value up to `max_split_k`.
     """
@@ -105,7 +105,7 @@ def suits_packed_kernels(x: torch.Tensor, weight) -> bool:
 
 
 def packed_expert_tile(tile_m: int, num_tiles: int, n: int, sms: int) -> HopperTile:
-    """Return the tile for `num_tiles` matmuls, each of `tile_m` rows and an expert's weight with `n` outputs."""
+    """Return the tile for `num_tiles` matmuls. Each multiplies `tile_m` rows by an expert's weight with `n` outputs."""
     outputs = 64 if num_tiles * -(-n // 128) < 2 * sms else 128
     return _with_stages(tile_m, outputs, 1, programs=2 if tile_m <= 64 else 1)
 
@@ -135,11 +135,11 @@ def _with_stages(rows: int, outputs: int, split_k: int, programs: int) -> Hopper
 
 
 def qkv_norm_rope_store(x, layer, qk_norm_rope, slot_mapping: torch.Tensor, cache) -> torch.Tensor:
-    """In one kernel, compute the qkv matmul of the `NormInput` x, then `norm_rope_and_store`.
+    """Compute the qkv matmul of the `NormInput` x and `norm_rope_and_store`, in one kernel.
 
     Return `NotImplemented` if there is no such kernel, if separate kernels are as fast, or if CUDA graphs may contain
-    steps of this size. A step must use the same kernels with graphs, which pad steps, as without graphs. Different
-    kernels add values in different orders, which might lead to different tokens.
+    steps of this size. Graphs pad steps, but a padded step must use the same kernels as a step without graphs.
+    Different kernels add values in different orders, which might lead to different tokens.
     """
     if isinstance(x, torch.Tensor) or len(x) <= MAX_CAPTURED_ROWS or not has_hopper_kernels():
         return NotImplemented

@@ -7,7 +7,7 @@ import torch
 
 @cache
 def has_fp8_units(device: torch.device) -> bool:
-    """Return whether the device can convert and multiply e4m3 (compute capability 8.9 or higher)."""
+    """Return whether the device can convert and multiply e4m3 values (compute capability 8.9 or higher)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -25,7 +25,7 @@ def has_tma(device: torch.device) -> bool:
 def has_hopper_kernels() -> bool:
     """Return whether the Gluon kernels can run.
 
-    These kernels need Hopper and exactly Triton 3.6, because Gluon changes from version to version.
+    The Gluon kernels need Hopper and exactly Triton 3.6, because Gluon changes from version to version.
     """
     from triton import __version__
 

@@ -2,8 +2,8 @@
 
 These kernels need no copy engine, and CUDA graphs can contain them.
 
-Host memory is [2, capacity] int32: the host prepares one buffer while the device uses the other. `buffer_index` [1]
-int32, on the device, is the index of the device's current buffer.
+Host memory consists of two buffers, [2, capacity] int32. The host prepares one buffer while the device uses the other.
+`buffer_index` [1] int32, on the device, is the index of the device's current buffer.
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""Checks, in the source of a dependent kernel, what the kernel does before it waits (see dependent_launch.py).
+"""Checks what a dependent kernel does before it waits, by reading the kernel's source (see dependent_launch.py).
 
 The check runs when the kernel is defined, and assumes that the constexpr `PDL` is `True`. Pointer parameters are named
-`*_ptr`, tuples of pointers `*_ptrs`, and tensor descriptors `*_tiles`. The check follows the addresses in pointer
+`*_ptr`, tuples of pointers `*_ptrs`, and tensor descriptors `*_tiles`. The check follows addresses from pointer
 parameters through assignments and into called functions.
 """
 
@@ -19,8 +19,9 @@ PREFETCH = "prefetch_rows"  # only fills the L2 cache: the kernel reads the valu
 
 
 def check_early_reads(function: Callable, early: tuple[str, ...]) -> None:
-    """Raise AssertionError if a kernel breaks the contract. The kernel must wait. Before the wait, the kernel must
-    write nothing, and read exactly the parameters `early`.
+    """Raise AssertionError if a kernel breaks the contract.
+
+    The kernel must wait. Before the wait, it must write nothing, and must read exactly the parameters `early`.
     """
     body = _Body(function)
     waits = body.run(body.node.body)
@@ -34,7 +35,7 @@ def check_early_reads(function: Callable, early: tuple[str, ...]) -> None:
 class _Body:
     """The body of a kernel, or of a function that a kernel calls.
 
-    `run` adds to `reads` the pointer parameters that the body reads before the wait.
+    `run` collects in `reads` the pointer parameters that the body reads before the wait.
     """
 
     def __init__(self, function: Callable, roots_of_arguments: list[set[str]] | None = None):
@@ -83,7 +84,7 @@ class _Body:
     def assign(self, targets: Sequence[ast.expr], roots: set[str]) -> None:
         """Add `roots` (pointer parameters) to the roots of each assigned name.
 
-        Old roots stay, because the assignment might be in a branch that does not run.
+        Old roots are kept, because the assignment might be in a branch that does not run.
         """
         for target in targets:
             for node in ast.walk(target):

@@ -1,4 +1,4 @@
-"""Gated activations, which kernels compute after a matmul."""
+"""Gated activations that kernels compute after a matmul."""
 
 import triton
 import triton.language as tl

@@ -1,7 +1,7 @@
 """RMS norm kernels.
 
 The kernels can add split-K summands and a residual before the norm, and can quantize the norm's result. A separate norm
-may be applied to the sum of the summands, before the residual is added.
+may be applied to the sum of the summands. In this case, the residual is added afterwards.
 """
 
 import torch
@@ -74,11 +74,11 @@ def rms_norm(
 ) -> torch.Tensor:
     """Return the RMS norm of x + residual, and store this sum in `residual`.
 
-    x, the residual and the result are [T, N] and contiguous. Without a residual, normalize x. With `split_k` > 1, x is
-    [split_k, T, N], to be summed over the first dimension.
+    x, the residual and the result are [T, N] and contiguous. Without a residual, only x is normalized. If `split_k` >
+    1, x is [split_k, T, N], and is summed over the first dimension.
 
-    `own_norm` is (weight [N], factor [1]). The weight and the factor may be None. With a weight, the norm of x replaces
-    x before the residual is added. If there is a factor, the result is multiplied by the factor.
+    `own_norm` is (weight [N], factor [1]). The weight and the factor may be None. If there is a weight, the norm of x
+    replaces x before the residual is added. If there is a factor, the result is multiplied by the factor.
     """
     out = torch.empty(x.shape[-2:], dtype=x.dtype, device=x.device)
     _store_norm(x, weight, eps, residual, split_k, x.shape[-1], (out, None), 0, own_norm)
@@ -94,7 +94,7 @@ def rms_norm_quantize(
     group: int,
     own_norm: tuple[torch.Tensor | None, torch.Tensor | None] = NO_OWN_NORM,
 ) -> QuantizedRows:
-    """Compute `rms_norm` and quantize the result, with one scale per `group` elements of a row."""
+    """Compute `rms_norm`, and quantize the result. There is one scale per `group` elements of a row."""
     rows = empty_rows(*x.shape[-2:], group, x)
     _store_norm(x, weight, eps, residual, split_k, group, *outputs_of(rows), own_norm)
     return rows
@@ -127,7 +127,7 @@ def _norm_columns_kernel(x_ptr, weight_ptrs, eps, stride, SIZES: tl.constexpr, B
 
 
 def norm_columns(x: torch.Tensor, weights: tuple[torch.Tensor, torch.Tensor], eps: float) -> torch.Tensor:
-    """Normalize the first `len(weights[0])` columns and the next `len(weights[1])` columns of x [T, N] in place.
+    """In x [T, N], normalize the first `len(weights[0])` columns and the next `len(weights[1])` columns in place.
 
     Return x.
     """

@@ -1,4 +1,4 @@
-"""The embedding lookup of a rank. The rank stores the embeddings of a range of token ids."""
+"""Looks up embeddings on a rank, which stores the embeddings of a range of token ids."""
 
 import torch
 import triton

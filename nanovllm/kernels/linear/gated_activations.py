@@ -1,4 +1,4 @@
-"""Gated activations, alone or in one kernel with the preceding matmul. Also sigmoid gates."""
+"""Kernels for gated activations (with or without the preceding matmul) and for sigmoid gates."""
 
 import torch
 import triton
@@ -21,7 +21,7 @@ def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def gated_activation(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Return the activation [T, n] of x [T, 2n], whose first half contains the gates.
+    """Return the activation [T, n] of x [T, 2 * n]. The first half of x contains the gates.
 
     Return NotImplemented if the activation shifts or limits its operands.
     """
@@ -34,7 +34,7 @@ def gated_activation(x: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 def gated_linear(x: torch.Tensor, weight: torch.Tensor, act: Activation) -> torch.Tensor:
-    """Compute `gated_activation` of x W^T in one kernel. Return [T, N / 2] for x [T, K] and weight [N, K].
+    """Compute `gated_activation` of x W^T in one kernel. x is [T, K], W is [N, K], and the result is [T, N / 2].
 
     Results are rounded as in separate kernels. Return `NotImplemented` if no kernel supports the operands, or if the
     tiles would leave many multiprocessors idle.
@@ -72,7 +72,7 @@ def _sigmoid_gate_kernel(
 
 
 def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Return x [T, n] times the sigmoid of `gate`, [T, n] or [T, 1]. x is contiguous."""
+    """Return x [T, n] times the sigmoid of `gate`, which is [T, n] or [T, 1]. x is contiguous."""
     (num_rows, n), out = x.shape, torch.empty_like(x)
     if num_rows:
         block = min(2048, 1 << (n - 1).bit_length())

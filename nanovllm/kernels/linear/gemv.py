@@ -1,4 +1,4 @@
-"""Computes a norm, y = x W^T + b and an activation in one kernel, for a single row x."""
+"""One kernel that computes a norm, y = x W^T + b and an activation, for a single row x."""
 
 from typing import NamedTuple
 
@@ -25,8 +25,8 @@ class Inputs(NamedTuple):
 class RowAdapter(NamedTuple):
     """A low-rank adapter of a linear layer for a single row (see lora/).
 
-    The linear layer may merge several layers, and an adapter has one part for each of them. The number of outputs of
-    each part is a multiple of MAX_OUTPUTS. `splits * R`, the number of elements of `h` per part, is at most the
+    The linear layer may merge several layers. An adapter has one part for each of these layers. The number of outputs
+    of each part is a multiple of MAX_OUTPUTS. `splits * R`, the number of elements of `h` per part, is at most the
     `tile_k` of `gemv_tiles`.
     """
 
@@ -56,7 +56,7 @@ def _part_of(adapter_ptrs, n, SHAPE: tl.constexpr):
 
 @triton.jit
 def _adapter_summands(adapter_ptrs, part, n, is_n, k, N, SHAPE: tl.constexpr):
-    """Return a tile [tile_n, tile_k] whose row sums are the adapter's results B (A x), for the outputs n of one part.
+    """Return a tile [tile_n, tile_k]. Its row sums are the adapter's results B (A x) for the outputs n of one part.
 
     The layer has N outputs. Column k contains the products for one row of A and one split of A x.
     """
@@ -166,12 +166,12 @@ def gemv(
     out=None,
     adapter: RowAdapter | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return y = x W^T + bias in `out`, and x + residual, for a single row x.
+    """For a single row x, store y = x W^T + bias in `out`. Return y and x + residual.
 
     x is [1, K], W is [N, K], `bias` is [N], and y is [1, N]. All tensors are contiguous. `norm` is a pair: the weight
-    [K] and the eps of an RMS norm. With `norm`, the norm of x + residual replaces x in the matmul. A residual requires
-    a norm. Without a residual, the second result is x. With `act`, the weight is [2N, K], the bias is [2N], and y is
-    the gated activation of all outputs. The results of `adapter` are added before the activation.
+    [K] and the eps of an RMS norm. If `norm` is given, the norm of x + residual replaces x in the matmul. A residual
+    requires a norm. Without a residual, the second result is x. If `act` is given, W is [2 * N, K], `bias` is [2 * N],
+    and y is the gated activation of all outputs. The results of `adapter` are added before the activation.
     """
     norm_weight, eps = norm
     assert norm_weight is not None or residual is None

@@ -1,4 +1,4 @@
-"""Quantizes the inputs of GEMMs to e4m3, in a separate kernel or in the kernel of the preceding norm or activation.
+"""Quantizes the inputs of GEMMs to e4m3. The kernel of the preceding norm or activation can do this, too.
 
 Each group of inputs in a row has one scale. A group is 128 inputs if the weights have block scales, otherwise the whole
 row. If there is no tensor for scales, the functions store unquantized results.
@@ -31,7 +31,7 @@ class Groups(NamedTuple):
 
 @triton.jit
 def positions_of(first_group, GROUPS: tl.constexpr):
-    """For the elements of groups [count, width], return their positions in the row, and a mask of those that exist."""
+    """Return where the elements of groups [count, width] are in the row, and a mask of the elements that exist."""
     col = tl.arange(0, GROUPS.width)[None, :]
     at = (first_group + tl.arange(0, GROUPS.count))[:, None] * GROUPS.size + col
     return at, (at < GROUPS.n) & (col < GROUPS.size)
@@ -57,7 +57,7 @@ def store_groups(x, out_ptrs, row, first_group, stride, GROUPS: tl.constexpr):
 @dependent_kernel()
 @triton.jit(do_not_specialize=["scale_stride"])
 def _groups_kernel(x_ptr, out_ptrs, scale_stride, GROUPS: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr):
-    """Each program stores `count` groups of one row."""
+    """Each program stores some groups of one row."""
     gdc_launch_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     first_group = tl.program_id(1) * GROUPS.count
@@ -79,14 +79,14 @@ def empty_rows(num_rows: int, n: int, group: int, like: torch.Tensor) -> Quantiz
 
 
 def outputs_of(rows: QuantizedRows) -> tuple[tuple[torch.Tensor, torch.Tensor], int]:
-    """Return the tensors of `rows` for kernels to write, and the stride between the scales of adjacent groups."""
+    """Return the tensors of `rows`, which kernels write, and the stride between the scales of adjacent groups."""
     return (as_loadable(rows.values), rows.scales), rows.scales.stride(1)
 
 
 def store_rows(
     x: torch.Tensor, outputs: tuple, scale_stride: int, groups: Groups, act: Activation | None, num_warps: int
 ) -> None:
-    """Store x [T, K] or, with `act`, the gated activation of x [T, 2K], group by group."""
+    """Store x [T, K] group by group. If `act` is given, store the gated activation of x [T, 2 * K] instead."""
     assert act is None or not (act.shift or act.limit)  # parameters that would change `up`
     if len(x):
         grid = len(x), -(-groups.n // (groups.size * groups.count))
@@ -97,7 +97,7 @@ def store_rows(
 def quantize_rows(x: torch.Tensor, group: int, act: Activation | None = None) -> QuantizedRows:
     """Quantize x [T, K] to e4m3, with one scale per `group` inputs of a row. `group` divides K.
 
-    With `act`, quantize the gated activation of x [T, 2K].
+    If `act` is given, quantize the gated activation of x [T, 2 * K].
     """
     n = x.shape[1] // 2 if act else x.shape[1]
     rows, width = empty_rows(len(x), n, group, x), 1 << (group - 1).bit_length()
@@ -108,5 +108,5 @@ def quantize_rows(x: torch.Tensor, group: int, act: Activation | None = None) ->
 
 
 def silu_and_mul_quantize(x: torch.Tensor, group: int) -> QuantizedRows:
-    """Apply `silu_and_mul` to x [T, 2n], and quantize the result [T, n]."""
+    """Apply `silu_and_mul` to x [T, 2 * n], and quantize the result [T, n]."""
     return quantize_rows(x, group, SWIGLU)

@@ -1,4 +1,4 @@
-"""Computes y = x W^T for small batches, with 16-bit or 8-bit W. If the output tiles do not fill the GPU, K is split."""
+"""Computes y = x W^T for small batches. W has 16 or 8 bits. If the output tiles do not fill the GPU, K is split."""
 
 import torch
 import triton
@@ -63,14 +63,14 @@ def _tile_m(m: int, weight: torch.Tensor) -> int:
 def _is_for_hopper(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether hopper_gemm.py should compute this GEMM when K is split.
 
-    With at most twice as many inputs as outputs, adding the summands takes as much time as the split saves.
+    If there are at most twice as many inputs as outputs, adding the summands takes the time that the split saves.
     """
     is_large = MAX_ROWS // 2 < len(x) <= MAX_ROWS and weight.numel() > FEW_WEIGHTS
     return is_large and weight.shape[1] > 2 * len(weight) and x.dtype != torch.float32 and has_hopper_kernels()
 
 
 def choose_split_k(x: torch.Tensor, weight: torch.Tensor, max_split_k: int) -> int:
-    """Return the best `split_k` for `split_k_gemm`, at most `max_split_k`, or 0 if the library is faster."""
+    """Return the best `split_k` up to `max_split_k` for `split_k_gemm`, or 0 if the library is faster."""
     (m, k), n = x.shape, weight.shape[0]
     if not has_tma(x.device) or x.dtype == torch.float32 or not 0 < m <= MAX_ROWS or k % 8:
         return 0
@@ -93,8 +93,8 @@ def scaled_tiles(num_rows: int, columns: int, sms: int) -> Tiles:
     """Return the tiles for 8-bit weights. `columns` is the number of outputs times the number of splits.
 
     A multiprocessor runs two programs at a time. If there is at most one program per multiprocessor, each program keeps
-    more loads in flight. For 17 to 64 rows, tiles are twice as wide if more than 90% of the multiprocessors still get
-    one tile, and none gets two. Tiles of twice the width halve the reads of x.
+    more loads in flight. For 17 to 64 rows, the width of the tiles is doubled if more than 90% of the multiprocessors
+    then get one tile, and none gets two. Tiles of double width halve the reads of x.
     """
     tile_m = tile_m_of(num_rows)
     tile_n = 2 * TILE_N if 16 < num_rows <= 64 and 0.9 * sms < columns / (2 * TILE_N) <= sms else TILE_N
@@ -113,11 +113,11 @@ def _tiles(num_rows: int, weight: torch.Tensor) -> Tiles:
 def split_k_gemm(
     x: torch.Tensor | QuantizedRows, weight: Weight, split_k: int = 1, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return summands [split_k, M, N] of x W^T in `out`, for x [M, K] and weight W [N, K].
+    """Store summands of x W^T in `out` [split_k, M, N], and return `out`. x is [M, K], and the weight W is [N, K].
 
-    The weight may be 8-bit values and scales [N / block rows, K / block columns], with blocks of at least 32 columns.
-    With 8-bit weights, x may be quantized to e4m3 on GPUs with FP8 units. If x is not quantized, the kernel converts
-    8-bit weights to the dtype of x. All tensors are contiguous, and the size of a row is a multiple of 16 bytes.
+    W may consist of 8-bit values and scales [N / block rows, K / block columns], with blocks of at least 32 columns. In
+    this case, x may be quantized to e4m3 on GPUs with FP8 units. If x is not quantized, the kernel converts 8-bit
+    weights to the dtype of x. All tensors are contiguous, and the size of a row is a multiple of 16 bytes.
     """
     is_scaled = isinstance(weight, tuple)
     if not is_scaled and split_k > 1 and _is_for_hopper(x, weight):

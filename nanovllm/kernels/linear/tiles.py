@@ -25,9 +25,9 @@ class Tiles(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """The number of inputs of a matmul, and how many of them share a scale, as a compile-time constant.
+    """The number of inputs of a matmul, and the number of inputs that share a scale, as a compile-time constant.
 
-    Without scales, a block is one row of the weight, so that a single kernel serves all numbers of outputs.
+    Without scales, a block is one row of the weight, so that one kernel works for all numbers of outputs.
     """
 
     k: int
@@ -39,7 +39,7 @@ class Shape(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """The scales of x and of the weight. The field of a tensor without scales is `None`."""
+    """The scales of x and of the weight. If a tensor has no scales, its field is `None`."""
 
     x: torch.Tensor | None
     x_stride: int  # between the scales of adjacent groups of inputs
@@ -83,7 +83,7 @@ def shape_of(values: torch.Tensor, scales: torch.Tensor | None) -> Shape:
 
 
 def as_loadable(values: torch.Tensor) -> torch.Tensor:
-    """View e4m3 values as uint8 on devices where Triton can't load e4m3 (see e4m3.py)."""
+    """Return e4m3 values as uint8 on devices where Triton can't load e4m3 (see e4m3.py)."""
     if values.dtype == torch.float8_e4m3fn and not has_fp8_units(values.device):
         return values.view(torch.uint8)
     return values
@@ -163,7 +163,8 @@ def scales_of_x(x_scale_ptr, begin, row, is_row, stride, GROUP: tl.constexpr):
 def times_scales(y, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES: tl.constexpr, WHOLE: tl.constexpr):
     """If the weight has scales, multiply y [tile_n, M] by the scales of the weight's rows and of x's rows.
 
-    With WHOLE, apply only scales of whole rows; otherwise, apply only scales of the group of inputs at `begin`.
+    If WHOLE is set, apply only the scales of whole rows. Otherwise, apply only the scales of the group of inputs at
+    `begin`.
 
     `x_scales` is (pointer, rows, mask of existing rows, stride between groups). `w_scales` is (pointer, first row, end
     row).
@@ -198,7 +199,7 @@ def columns_of_parts(TILE_K: tl.constexpr, BLOCK_K: tl.constexpr, MAX_LANE: tl.c
     """Return the column indices of a tile, divided into [parts, LANE] for a matrix-vector multiplication.
 
     All weights of a part share a scale, so LANE is at most the width of a block. Each thread holds matching parts of
-    the weights and of x, so threads exchange few values.
+    the weights and of x, so few values are exchanged between threads.
     """
     LANE: tl.constexpr = BLOCK_K if BLOCK_K < MAX_LANE else MAX_LANE
     return tl.arange(0, TILE_K // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]

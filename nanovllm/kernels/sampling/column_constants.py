@@ -1,4 +1,4 @@
-"""Gives kernels access to rows of sampling parameters, whose columns are declared in sampling_columns.py."""
+"""Gives kernels access to rows of sampling parameters. sampling_columns.py declares the columns of a row."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ WIDTH = tl.constexpr(sampling_columns.WIDTH)
 
 
 def column_constants(*names: str) -> list[tl.constexpr]:
-    """Return column indices as constants that kernels can read as global variables."""
+    """Return column indices as constants. Kernels can read such constants as global variables."""
     return [tl.constexpr(column_index(name)) for name in names]
 
 

@@ -1,8 +1,8 @@
 """Computes the cutoffs of top-k, top-p and min-p without sorting (definition: layers/sampler.py).
 
-The vocabulary is divided into tiles. The maxima of all tiles show which few tiles contain logits above a bound. A
-search finds the smallest logit that the filters keep. Each iteration divides the remaining interval into four parts. If
-only some of the tokens with that logit are kept, one more pass finds the last kept token.
+The vocabulary is divided into tiles. Only a few tiles contain logits above a bound, and the maxima of the tiles show
+which. A search finds the smallest logit that the filters keep. Each iteration divides the remaining interval into four
+parts. If only some of the tokens with that logit are kept, one more pass finds the last kept token.
 """
 
 from typing import NamedTuple
@@ -33,7 +33,7 @@ class Row(NamedTuple):
 
 @triton.jit
 def _list_tiles(row, bound):
-    """Store an ascending list of the tiles that contain a logit >= `bound`. Return the length of the list."""
+    """Make an ascending list of the tiles that contain a logit >= `bound`. Return the length of the list."""
     is_listed = (row.tile_maxima >= bound).to(tl.int32)
     tl.debug_barrier()  # all threads have read the previous list
     at = row.tiles_ptr + tl.cumsum(is_listed, 0) - 1
@@ -60,9 +60,9 @@ def _weight(x, row):
 
 @triton.jit
 def _sum_above(row, bound_1, bound_2, bound_3, BY_MASS: tl.constexpr):
-    """For each of three ascending bounds, return the number of logits >= the bound.
+    """For each of three ascending bounds, return the number of logits that are >= the bound.
 
-    With BY_MASS, return sums of the logits' weights exp((logit - max) / temperature) instead.
+    If BY_MASS is set, return the sums of these logits' weights exp((logit - max) / temperature) instead.
     """
     num_listed = _list_tiles(row, bound_1)
     sum_1 = tl.zeros([GROUP, TILE], tl.float32)
@@ -78,7 +78,7 @@ def _sum_above(row, bound_1, bound_2, bound_3, BY_MASS: tl.constexpr):
 
 @triton.jit
 def _key(x, LOW: tl.constexpr):
-    """Round a number down to the logits' dtype. Return the position of the result among all numbers of that dtype."""
+    """Round a number down to the logits' dtype. Return its position among all numbers of that dtype."""
     return (ordered_bits(x.to(tl.int32, bitcast=True)) >> LOW).to(tl.int64)
 
 
@@ -105,8 +105,8 @@ def _probe(quarters, iteration, low, high, row, LOW: tl.constexpr):
 def _search(row, lower_bound, target, BY_MASS: tl.constexpr, LOW: tl.constexpr):
     """Find the smallest number >= `lower_bound` such that fewer than `target` logits exceed it.
 
-    With BY_MASS, the sum of the weights of these logits (see `_sum_above`) must be less than `target`. Return the
-    number, and the count (or the sum of the weights) of the logits above it.
+    If BY_MASS is set, the sum of the weights of these logits (see `_sum_above`) must be less than `target`. Return the
+    number that was found, and the count (or the sum of the weights) of the logits above it.
     """
     low, high = _key(lower_bound, LOW), _key(row.max, LOW)
     above = 0.0  # the amount above `high`
@@ -225,7 +225,7 @@ def _cutoff_kernel(
 
 
 def logit_cutoffs(logits: torch.Tensor, rows) -> torch.Tensor:
-    """Return the smallest key [S] int64 (token_order.py) that min-p, top-k and top-p keep in each row.
+    """Return, as int64 [S], the smallest key (see token_order.py) that min-p, top-k and top-p keep in each row.
 
     `logits` is [S, vocabulary], and `rows` is a `SamplingRows` (layers/sampler.py). A row without filters gets the
     smallest possible key.

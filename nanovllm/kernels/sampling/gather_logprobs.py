@@ -57,5 +57,5 @@ def token_logprobs(logits, token_ids, temperatures=None) -> tuple[torch.Tensor, 
 
 
 def log_sums_and_ranks(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's log-sum-exp [S] float32 and token rank [S] int32. `logits` is [S, vocabulary]."""
+    """Return the rows' log-sum-exps [S] float32, and the ranks [S] int32 of the tokens. `logits` is [S, vocabulary]."""
     return _compute(logits, token_ids, None)[1:]

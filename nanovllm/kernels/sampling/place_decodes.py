@@ -1,10 +1,10 @@
-"""Kernels that compute positions and cache slots for the tokens of a decode step, and store sampled tokens.
+"""Kernels that compute the positions and cache slots of a decode step's tokens. They also store sampled tokens.
 
 `place_decodes` and `accept` are defined in batches/request_tables.py, and `place_chains` in spec_decode/rows.py.
 
-All these kernels are ordinary launches. Attention reads the slots, lengths and block tables of `place_decodes` before
-it waits. This early read is safe, because the embedding kernel runs between `place_decodes` and attention, and is an
-ordinary launch (see dependent_launch.py).
+All these kernels are ordinary launches. Before attention waits, it reads the slots, lengths and block tables that
+`place_decodes` has written. This early read is safe, because the embedding kernel runs between `place_decodes` and
+attention, and is an ordinary launch (see dependent_launch.py).
 """
 
 import torch
@@ -88,7 +88,7 @@ def place_decodes(tables, batch, block_size: int) -> None:
 
 
 def accept(req_indices: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, tables) -> torch.Tensor | None:
-    """Store sampled tokens in the tables. Return the number of accepted tokens per sequence, [S] int32.
+    """Store sampled tokens in the tables. Return an int32 tensor [S]: the number of accepted tokens per sequence.
 
     `req_indices` [S], `positions` [S * k] and `token_ids` [S * k] are int32, with k rows per sequence. Return `None` if
     k is 1 or S is 0.

@@ -15,7 +15,7 @@ SPLIT_SIZE = 2048
 
 
 class Splits(NamedTuple):
-    """How a row of logits is divided into splits, one per program, as a compile-time constant.
+    """Describes how a row of logits is divided into splits, one per program. This is a compile-time constant.
 
     Noise is generated for four tokens at a time, so the first split begins at a multiple of four.
     """
@@ -29,7 +29,7 @@ class Splits(NamedTuple):
 def _log(x, HARDWARE: tl.constexpr):
     """Return the natural logarithm.
 
-    With HARDWARE, use the log2 instruction, which has an error of 2^-22 and saves a dozen instructions.
+    If HARDWARE is set, use the log2 instruction. It has an error of 2^-22, and saves a dozen instructions.
     """
     if HARDWARE:
         asm: tl.constexpr = "lg2.approx.ftz.f32 $0, $1;"
@@ -98,8 +98,8 @@ def sample(logits, temperatures, seeds, positions, first_id=0, cutoffs=None) -> 
     """Draw a token from each row of logits [S, vocabulary]. Return scores [S] float32 and ids [S] int32.
 
     `temperatures` is [S] float32, `seeds` is [S, 2] int32 (low and high word), and `positions` is [S] int32. `cutoffs`
-    [S] int64 contains the smallest key that may be drawn in each row (see token_order.py). Column 0 of the logits is
-    token `first_id`. If scores are equal, the lowest id wins.
+    [S] int64 contains the smallest key that may be drawn in each row (see token_order.py). Column 0 of the logits
+    belongs to token `first_id`. If scores are equal, the token with the lowest id is drawn.
     """
     num_rows, vocab_size = logits.shape
     skipped = first_id % 4
