@@ -41,9 +41,9 @@ batches: for each number in --batch-sizes, this number of requests with 512 inpu
 embed: embeddings of 512 texts of 512 tokens, then of 10,000 texts of 30 tokens (fewer texts on a CPU). Any checkpoint
     works: nano-vllm runs with task="embed", and vLLM runs with runner="pooling".
 http: clients of `nanovllm serve`, which is started on a free port. Each client sends its next request when its previous
-    request is answered. Each value of --clients is a row: 64x256/128 means 64 clients that stream answers of 128 tokens
-    to prompts of 256 tokens. A row such as 256x200/256-chat sends conversations. A row such as 512x128/128-whole does
-    not stream. --num-seqs is the number of requests per row.
+    request is answered. Each value of --clients makes a row of the table: 64x256/128 means 64 clients that stream
+    answers of 128 tokens to prompts of 256 tokens. A row such as 256x200/256-chat sends conversations. A row such as
+    512x128/128-whole does not stream. --num-seqs is the number of requests per row.
 host: no model runs. A fake device returns random tokens immediately. One table shows how long a decode step of 1 to
     1,024 sequences takes to schedule, to prepare and to process. Another table shows the CPU time of a step of 512
     sequences. It includes all work until the caller of `generate` or `stream` gets the text. The time of a Python loop
@@ -53,7 +53,7 @@ Runs. Each workload first runs once as a warm-up with different token ids. The w
 requests. All decode runs of latency have the same ids. After the warm-up, the workloads headline, single, prefill,
 batches and embed run --rounds times, each time with different ids. The fastest run is reported. One run is not enough,
 because vLLM with FP8 compiles kernels whenever a step has a new number of tokens, even after the warm-up. With
---compare, each engine runs in a separate process. vLLM runs with its default settings, except for the model, the
+--compare, each engine runs in a separate process. All settings of vLLM are its defaults, except for the model, the
 dtypes, --max-model-len, the number of GPUs and --speculative-config. If you set --max-num-seqs or
 --max-num-batched-tokens, vLLM gets them too. The output lists the versions of the engines, and the environment
 variables VLLM_*. --plot FILE.svg draws the results of online, latency or batches.
@@ -63,9 +63,9 @@ needs no "model". Drafts from random weights are never accepted. To make both en
 for example --speculative-config '{"method": "eagle3", "num_speculative_tokens": 2, "rejection_sample_method":
 "synthetic", "synthetic_acceptance_rates": [0.8, 0.64]}'.
 
-Latency. Online is an open loop: each request is submitted when it is due, even if the engine is busy. Latencies count
-from the due time. TTFT is the time to first token. "time per output token" is the time from the first token of a
-request to its last token, divided by the number of tokens after the first. ITL (inter-token latency) covers all gaps
+Latency. Online is an open loop: each request is submitted when it is due, even if the engine is busy. Latencies are
+measured from the due time. TTFT is the time to first token. "time per output token" is the time from the first token of
+a request to its last token, divided by the number of tokens after the first. ITL (inter-token latency) covers all gaps
 between consecutive tokens of a request. The longest gap of a request is also reported. The decode speed includes only
 tokens that arrive while all sequences of a batch decode. Percentiles are interpolated between the two nearest values,
 so p50 is the median. In online and latency, the same loop runs the steps of both engines, and vLLM has the defaults of
@@ -83,7 +83,8 @@ Limits. On CUDA, two columns compare the measured time with the least time that 
 on reading (weights, keys and values) and on multiplying. The column "of limit" assumes that each step either computes
 prompts or decodes. A step then takes its reading time or its multiplying time, whichever is longer. The column "of
 overlap" assumes that all reading of the run overlaps with all multiplying of the run. Memory bandwidth and GEMM
-throughput are measured on this device under load. With several ranks, both rates are multiplied by the number of ranks.
+throughput are measured on this device under load. If there are several ranks, both rates are multiplied by their
+number.
 """
 
 import argparse

@@ -112,7 +112,7 @@ def times_by_kind(events: list[Event]) -> Counter[str]:
     """Return the microseconds of each kind of kernel.
 
     Kernels overlap, so the time of a kernel is measured from the end of the previous kernel. The last GEMM before a
-    sampler kernel is the output head. Time in which no kernel runs counts as idle.
+    sampler kernel is the output head. If no kernel runs, the time is shown as idle.
     """
     times: Counter[str] = Counter()
     now, last_product = events[0].begin if events else 0.0, 0.0

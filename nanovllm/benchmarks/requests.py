@@ -15,7 +15,7 @@ class Request:
 
     arrival: when the request is due, in seconds from the start of the run.
     previous: the index of the conversation's previous turn, if there is one. In that case, `prompt` is appended to the
-        prompt and answer of the previous turn, and `arrival` counts from the end of that answer.
+        prompt and answer of the previous turn, and `arrival` is measured from the end of that answer.
     """
 
     prompt: list[int]

@@ -3,8 +3,7 @@
 If only some layers have a window, the layers are divided among several block tables. Table 0 contains the layers
 without a window. A block stores the keys and values of one table's layers, so any table can use any block. Layers with
 a window may store more or fewer bytes per token than layers without a window. A block can therefore store several
-layers of the smaller kind in place of one layer of the larger kind. engine/window_blocks.py decides which blocks are
-freed.
+layers of the smaller kind in place of one layer of the larger kind. The code in engine/window_blocks.py frees blocks.
 """
 
 from collections.abc import Iterable

@@ -23,7 +23,7 @@ UNUSED: dict[str, tuple] = {
 
 
 class PoolingParams(pooling_params.PoolingParams):
-    """Our PoolingParams with vLLM's names. `use_activation` also decides whether embeddings are normalized."""
+    """Our PoolingParams with vLLM's names. `use_activation` also controls whether embeddings are normalized."""
 
     def __init__(self, **params: Any):
         """Raises ValueError for a value that is not supported, and TypeError for an unknown name."""

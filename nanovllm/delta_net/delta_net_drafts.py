@@ -31,7 +31,7 @@ def delta_net_drafts(qkvz, ba, layer: GatedDeltaNet, states: State, rows, contex
 
     context_lens: [B * k], the position of each token plus 1. If a token's value in `context_lens` does not exceed the
     previous token's value, the token is a copy of the previous token.
-    count: [1] int32; if given, how many of the B * k tokens are not padding.
+    count: None, or [1] int32: the number of tokens that are not padding.
     """
     assert states.kept_drafts is not None
     (inputs, num_tokens), k = states.kept_drafts, len(qkvz) // len(rows)

@@ -189,7 +189,7 @@ def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -
     GatedDeltaNet.
 
     rows: [B], the rows of the states to read and overwrite. Only padding may repeat a row.
-    count: [1] int32; if given, how many of the B sequences are not padding.
+    count: None, or [1] int32: the number of sequences that are not padding.
     """
     n = len(rows) if count is None else int(count)
     (windows, matrices), rows = states.tensors, rows[:n].long()

@@ -50,7 +50,7 @@ class HybridConfig:
 def read_hybrid(raw: dict, file: Path) -> HybridConfig:
     """Read config.json, whose content is `raw`.
 
-    For unsupported entries, raise a ValueError or TypeError that names `file`.
+    If an entry is not supported, raise a ValueError or TypeError that names `file`.
     """
     names = "num_key_heads num_value_heads key_head_dim value_head_dim conv_kernel_dim"
     heads = DeltaHeads(*(check_int(f"{file}: linear_{n}", raw[f"linear_{n}"], low=1) for n in names.split()))

@@ -81,12 +81,12 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def can_allocate(self, seq: Sequence, num_spare: int = 0) -> bool:
-        """Return whether `seq` and its next token fit into the free blocks while `num_spare` blocks stay free."""
+        """Return whether `num_spare` blocks would stay free if `seq` and its next token got blocks."""
         num_shared = sum(self.blocks[block_id].ref_count > 0 for block_id in self._cached_prefix(seq))
         return self.num_blocks_for(seq.num_tokens + 1) - num_shared + num_spare <= len(self.free_block_ids)
 
     def allocate(self, seq: Sequence) -> None:
-        """Allocate blocks for all tokens of `seq`. Tokens that are found in the prefix cache count as computed."""
+        """Allocate blocks for all tokens of `seq`. Tokens in the prefix cache are treated as computed."""
         assert not seq.block_table
         for block_id in self._cached_prefix(seq):
             block = self.blocks[block_id]

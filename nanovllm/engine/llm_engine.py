@@ -143,8 +143,8 @@ class LLMEngine:
     ) -> int:
         """Queue a request and return its id. If the same thread calls `step`, `step` returns the request's output.
 
-        With `scheduling_policy="priority"`, the request with the lowest `priority` is served first. With "fcfs",
-        `priority` must be 0.
+        If `scheduling_policy` is "priority", the request with the lowest `priority` comes first. If `scheduling_policy`
+        is "fcfs", `priority` must be 0.
 
         Raises ValueError if the prompt is empty, has `max_model_len` tokens or more, or contains a token id outside the
         vocabulary. Raises TypeError for anything that is not a prompt. Also raises the errors of a custom scheduling
@@ -195,17 +195,17 @@ class LLMEngine:
         self.input_processor.close()
 
     def stats(self) -> dict[str, Any]:
-        """Return counts since the start, and the current state.
+        """Return statistics: the counts since the start, and the current state.
 
         `requests`: the numbers of waiting and running sequences. Each of a prompt's `n` answers is a sequence.
         `blocks`: the numbers of used, cached and free blocks. A cached block is a free block that the prefix cache
         still contains.
         `block_groups`: the blocks that each group of layers uses, if there are several groups.
-        `prefix_hit_rate`: the fraction of prompt tokens that were found in the prefix cache.
-        `tiers`, with `swap_space`: `device_hits` and `host_hits` are the numbers of prompt tokens that were found in
-        the device's cache and in host memory, respectively. `loaded_blocks` is the number of blocks that were copied
-        back from host memory, and `lost_copies` is the number of failed copies. With `swap_dir`, `disk_blocks` is the
-        number of blocks that were read from files.
+        `prefix_hit_rate`: the fraction of prompt tokens that were found in the prefix cache. `tiers`, with
+        `swap_space`: `device_hits` and `host_hits` are the numbers of prompt tokens that were found in the device's
+        cache and in host memory, respectively. `loaded_blocks` is the number of blocks that were copied back from host
+        memory, and `lost_copies` is the number of failed copies. If `swap_dir` is set, `disk_blocks` is the number of
+        blocks that were read from files.
         `preemptions`: how often a sequence was preempted.
         `tokens`: the numbers of prompt tokens (`in`) and generated tokens (`out`).
         `steps`: the numbers of `prefill` steps (chunks of prompts), `decode` steps and `mixed` steps (both).

@@ -29,7 +29,7 @@ class ScheduledStep:
 
     A decode row contains one token or, with `speculative_config`, `tokens_per_row` tokens.
 
-    decodes: the rows of the sequences that decode. With drafts, `end` is an upper bound.
+    decodes: the rows of the sequences that decode. If tokens are drafted, `end` is an upper bound.
     new_blocks: (index into `decodes`, column in the block table, block id) for each block that a decode row gets.
     chunks: the rows that compute part or all of a prompt. After a preemption, chunks also recompute generated tokens.
     state_rows: for each chunk, the index of the initial state, for layers with a state (cache/state.py).

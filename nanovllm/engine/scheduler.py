@@ -203,7 +203,8 @@ class Scheduler:
     def num_others(self, seq: Sequence) -> int:
         """Return how many other sequences would run if `seq` were admitted.
 
-        For the first sequence of a new group, count the rest of the group as running, unless nothing runs now.
+        If `seq` is the first sequence of a new group, the rest of the group is counted as running, unless nothing runs
+        now.
         """
         num_running = len(self.running) + len(self.prefilling)
         is_new_group = num_running and seq is seq.group[0] and not seq.has_sampled

@@ -87,7 +87,7 @@ class AdmissionPause:
         return is_full and self._num_steps < MAX_STEPS_WITHOUT_ADMISSION
 
     def may_admit(self, num_running: int) -> bool:
-        """Return whether a sequence may be admitted. During a pause, each call counts as one step."""
+        """Return whether a sequence may be admitted. During a pause, each call is counted as one step."""
         if is_on := self.is_on(num_running):
             self._num_steps += 1
         return not is_on
@@ -104,8 +104,8 @@ class AdmissionPause:
 class TokenBudget(NamedTuple):
     """The limit of a step: `num_tokens` prompt tokens, or fewer tokens if their context is long.
 
-    A token that follows a context of `context_of_equal_cost` tokens counts twice, because attention then costs as much
-    as all other work for the token.
+    A token is counted twice if it follows a context of `context_of_equal_cost` tokens, because attention then costs as
+    much as all other work for the token.
     """
 
     num_tokens: float

@@ -105,7 +105,7 @@ def product(layer: Any, x: NormInput, act: nn.Module | None = None) -> Any:
 def partial_sum(layer: Any, x: Any) -> PartialSum:
     """Return the output of a RowParallelLinear as an unfinished sum over the ranks. The next norm completes the sum.
 
-    For a small batch, a rank may also split the matmul along K, the input dimension, if this is faster.
+    A rank may also split the matmul of a small batch along the input dimension K, if this is faster.
     """
     bias = layer.bias if layer.tp.rank == 0 else None  # the sum over ranks must contain the bias once
     num_rows, split_k = len(x), 1

@@ -109,8 +109,8 @@ def unpack_scales(pairs, stored_dtype: tl.constexpr):
 
     Return the key scales, and log2 of the value scales, both float32 [N]. Attention adds log2(scale) to the scores
     instead of multiplying values by their scales. Let m be the maximum of score + log2(scale). Then the weight p = 2 **
-    (score + log2(scale) - m) includes the scale. p lies between 0 and 1 for values of any size, so float16 is accurate.
-    The denominator of the softmax is the sum of p / scale.
+    (score + log2(scale) - m) includes the scale. The weight lies between 0 and 1 for values of any size, so float16 is
+    accurate. The denominator of the softmax is the sum of p / scale.
     """
     k_scale = (pairs << 16).to(tl.float32, bitcast=True)
     v_scale = (pairs & -0x10000).to(tl.float32, bitcast=True)

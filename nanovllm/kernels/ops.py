@@ -66,7 +66,7 @@ def split_linear(x, weight, bias=None, split_k=1, out=None):
 
 
 def norm_linear(x, weight, bias=None, act=None):
-    """In one kernel, compute the norm, matmul and activation of a single row, unless the row is an unfinished sum.
+    """Compute norm, matmul and activation in one kernel, if x is a single row and not an unfinished sum.
 
     For several rows, a separate kernel computes the norm. For many rows on Hopper, one kernel computes matmul and
     activation.

@@ -67,7 +67,7 @@ def run_vllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Resu
     llm = LLM(**arguments, disable_log_stats=not drafts)  # vLLM counts drafts only if it logs stats
 
     def counts() -> dict[str, Any]:
-        """Return counts in the format of our `LLM.stats()["spec_decode"]`."""
+        """Return counts of drafts, in the format of our `LLM.stats()["spec_decode"]`."""
         metrics = {x.name.removeprefix("vllm:spec_decode_num_"): x for x in llm.get_metrics()}
         values = {name: metrics[name].value for name in ("drafts", "draft_tokens", "accepted_tokens")}
         return values | {"accepted_per_position": metrics["accepted_tokens_per_pos"].values}

@@ -87,7 +87,7 @@ def invariant_product(
     out: torch.Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Store x W^T + bias in `out` [M, N], and return `out`. x is [M, K], the weight W is [N, K], and the bias is [N].
+    """Store x W^T + bias in `out` [M, N], and return `out`. The operands are x [M, K], W [N, K] and `bias` [N].
 
     W may consist of 8-bit values and scales [N / block rows, K / block columns], with blocks of at least 32 columns.
     All tensors are contiguous. The size of a row is a multiple of 16 bytes.

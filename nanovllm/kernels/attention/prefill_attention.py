@@ -197,7 +197,7 @@ def prefill_attention(
 
     q: a contiguous tensor [T, heads, head_dim], the queries for the last tokens of B sequences. At most 64 query heads
         share a key-value head.
-    cu_seqlens_q: [B + 1], where the queries of each sequence begin.
+    cu_seqlens_q: [B + 1], the indices at which the queries of each sequence begin.
     cache, context_lens, block_tables: as in `decode_attention`.
     query_tiles: an int32 tensor [N, 2] of pairs (sequence, index of the tile's first query within the sequence's
         queries). Programs start in the order of the pairs. A tile covers at most `query_tile_size` queries. Pairs with

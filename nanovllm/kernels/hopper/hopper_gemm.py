@@ -119,7 +119,7 @@ def _gemm_kernel(
 
 
 def hopper_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute `split_k_gemm` for 129 to 256 rows. x [rows, K] and the weight [N, K] have 16 bits."""
+    """Compute `split_k_gemm` for 129 to 256 rows. The operands are x [rows, K] and a weight [N, K] in 16 bits."""
     (m, k), n = x.shape, weight.shape[0]
     out = torch.empty((split_k, m, n), dtype=x.dtype, device=x.device) if out is None else out
     second = max(16, triton.next_power_of_2(m - FIRST.value))

@@ -137,9 +137,9 @@ def _with_stages(rows: int, outputs: int, split_k: int, programs: int) -> Hopper
 def qkv_norm_rope_store(x, layer, qk_norm_rope, slot_mapping: torch.Tensor, cache) -> torch.Tensor:
     """Compute the qkv matmul of the `NormInput` x and `norm_rope_and_store`, in one kernel.
 
-    Return `NotImplemented` if there is no such kernel, if separate kernels are as fast, or if CUDA graphs may contain
-    steps of this size. Graphs pad steps, but a padded step must use the same kernels as a step without graphs.
-    Different kernels add values in different orders, which might lead to different tokens.
+    Return `NotImplemented` if no kernel does this, if separate kernels are as fast, or if CUDA graphs may contain steps
+    of this size. Graphs pad steps, but a padded step must use the same kernels as a step without graphs. Different
+    kernels add values in different orders, which might lead to different tokens.
     """
     if isinstance(x, torch.Tensor) or len(x) <= MAX_CAPTURED_ROWS or not has_hopper_kernels():
         return NotImplemented

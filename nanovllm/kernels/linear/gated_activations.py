@@ -34,7 +34,7 @@ def gated_activation(x: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 def gated_linear(x: torch.Tensor, weight: torch.Tensor, act: Activation) -> torch.Tensor:
-    """Compute `gated_activation` of x W^T in one kernel. x is [T, K], W is [N, K], and the result is [T, N / 2].
+    """Compute `gated_activation` of x W^T in one kernel. For x [T, K] and W [N, K], return [T, N / 2].
 
     Results are rounded as in separate kernels. Return `NotImplemented` if no kernel supports the operands, or if the
     tiles would leave many multiprocessors idle.

@@ -113,7 +113,7 @@ def _tiles(num_rows: int, weight: torch.Tensor) -> Tiles:
 def split_k_gemm(
     x: torch.Tensor | QuantizedRows, weight: Weight, split_k: int = 1, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Store summands of x W^T in `out` [split_k, M, N], and return `out`. x is [M, K], and the weight W is [N, K].
+    """Store summands of x W^T in `out` [split_k, M, N], and return `out`. The operands are x [M, K] and W [N, K].
 
     W may consist of 8-bit values and scales [N / block rows, K / block columns], with blocks of at least 32 columns. In
     this case, x may be quantized to e4m3 on GPUs with FP8 units. If x is not quantized, the kernel converts 8-bit
