@@ -55,7 +55,7 @@ class BatchRunner(ModelRunner):
         return prepare_batch(step, shape, backend_arrays, arrays, self.host_buffer, *sizes)
 
     def padded(self, shape: BatchShape) -> BatchShape:
-        """Return the shape that the step is computed in. A subclass may add padding to the shape."""
+        """Return the shape in which the step is computed. A subclass may add padding to the shape."""
         return shape
 
     def host_buffer(self, shape: BatchShape) -> np.ndarray:

@@ -113,7 +113,7 @@ class ClientProcesses:
             process.communicate()
 
     def run(self, server: Server, load: Load, requests: list[bytes]) -> LoadResult:
-        """Send the requests, and time the answers. Raises AnswerError if an answer has a wrong number of tokens."""
+        """Send the requests, and measure the answers. Raises AnswerError if an answer has a wrong number of tokens."""
         numbered, before = list(enumerate(requests)), cpu_times(server)
         step = min(len(self._processes), load.num_clients, len(requests))
         with gpu_samples() as gpu:

@@ -23,7 +23,7 @@ def number(value: float, digits: int) -> str:
 
 @dataclass
 class Panel:
-    """A quantity y as a function of a variable x, shown as one table and as one part of a picture.
+    """A quantity y as a function of a variable x. A panel is one table, and one part of a picture.
 
     curves: maps each statistic to a pair. The first element maps each x to the name of a workload. The second element
         computes y from the result of that workload.

@@ -30,7 +30,7 @@ NUM_FIXED = 2  # a row for padding and a row of zeros, between the rows of seque
 
 
 class KeptDrafts(NamedTuple):
-    """Stores a layer's inputs for a step's drafts. The next step adds the accepted drafts to the state.
+    """Stores the inputs of a layer for the drafts of a step. The next step adds the accepted drafts to the state.
 
     Drafts do not enter a state immediately, because they might be rejected.
     """

@@ -41,7 +41,7 @@ VLLMValidationError = ValueError
 
 
 class NCCLWeightTransferEngine:
-    """A placeholder, which can't be used. vLLM's class sends weights to a server, and TRL always imports the class."""
+    """A placeholder, which can't be used. In vLLM, this class sends weights to a server. TRL always imports it."""
 
     def __init__(self, *args: Any, **options: Any):
         raise NotImplementedError("weights are sent by NCCL to vLLM's server only: here, call LLM.load_weights")

@@ -122,7 +122,7 @@ class LLM(PoolingCalls):
         """Return the complete answers. Raises the same errors as our `generate`.
 
         use_tqdm: whether to show our progress bar. If `use_tqdm` is a function, our bar is shown, and the function is
-            not called.
+            ignored.
         tokenization_kwargs: may contain `add_special_tokens` and `truncate_prompt_tokens`, the number of tokens to keep
             at the end of a prompt.
         """

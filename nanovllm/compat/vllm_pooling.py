@@ -100,7 +100,7 @@ class PoolingCalls(nanovllm.LLM):
         return self.classify(prompts, use_tqdm=use_tqdm, pooling_params=pooling_params, **unused)
 
     def encode(self, prompts: Any, pooling_params: Any = None, **options: Any) -> list[PoolingRequestOutput]:
-        """Return the vector of each prompt, whatever the task."""
+        """Return the vector of each prompt, for any task."""
         call = self.embed if self.config.task == "embed" else self.classify
         return call(prompts, pooling_params=pooling_params, **options)
 

@@ -38,8 +38,8 @@ class _AccessDesc(ctypes.Structure):
 class Arena(TorchDispatchMode):
     """A set of tensors whose memory is freed and allocated together.
 
-    Within a `with` block, `torch.empty` on the device allocates tensors of at least 2 MiB from the arena. 2 MiB is the
-    granularity of physical memory. The address range of a tensor is released with the tensor.
+    Within a `with` block, `torch.empty` on the device allocates tensors of at least 2 MiB from the arena. This size is
+    the granularity of physical memory. The address range of a tensor is released with the tensor.
     """
 
     def __init__(self, device: torch.device):

@@ -15,7 +15,7 @@ ROWS = 16, 64, 256, 1024, 2048
 
 
 class DraftGraphs:
-    """CUDA graphs of a drafter, one per size in `capture_sizes` up to the largest batch that may draft.
+    """The CUDA graphs of a drafter: one for each size in `capture_sizes`, up to the largest batch that may draft.
 
     Each graph first computes the rows of tokens that are new to the drafter. Then it computes all drafts of a step. A
     graph writes the drafts to RequestTables, where the graph of the step reads them. For each size in ROWS, another

@@ -53,8 +53,8 @@ class DeltaHeads(NamedTuple):
 def delta_rule_step(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, torch.Tensor]:
     """Process one token in float32, by this module's equations. Return the output [..., value_dim] and the new state.
 
-    q and k are [..., key_dim], and v is [..., value_dim]. `log_decay` and `beta` are [...]. `state` is [..., value_dim,
-    key_dim]. The new state has the dtype of `state`.
+    Both q and k are [..., key_dim], and v is [..., value_dim]. `log_decay` and `beta` are [...]. `state` is [...,
+    value_dim, key_dim]. The new state has the dtype of `state`.
     """
     dtype = state.dtype
     state = state * log_decay.exp()[..., None, None]  # float32
@@ -251,7 +251,7 @@ def rule_inputs(qkv: torch.Tensor, ba: torch.Tensor, layer: GatedDeltaNet) -> tu
 def gated_norm(x: torch.Tensor, z: torch.Tensor, layer: GatedDeltaNet) -> torch.Tensor:
     """Return the RMS norm of each head of x, multiplied by SiLU(z).
 
-    x is [T, heads, value_dim] float32. z and the result are [T, heads * value_dim].
+    The input x is [T, heads, value_dim] float32. Both z and the result are [T, heads * value_dim].
     """
     normed = F.rms_norm(x, x.shape[2:], layer.norm.weight, layer.eps).flatten(1)
     return (normed * F.silu(z.float())).to(z.dtype)

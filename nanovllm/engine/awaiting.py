@@ -53,5 +53,5 @@ def outcome(future: Any) -> tuple[str, int | str | None] | None:
 
 
 def wait_for_one(scheduler: "Scheduler") -> None:
-    """Wait briefly until a held sequence can continue. Called when no step can be scheduled."""
+    """If no step can be scheduled, wait briefly until a held sequence can continue."""
     wait([seq.awaited for seq in scheduler.held], MAX_WAIT_SECONDS, FIRST_COMPLETED)

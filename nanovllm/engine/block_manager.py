@@ -162,7 +162,7 @@ class BlockManager:
         return end
 
     def state_row(self, seq: Sequence) -> int:
-        """Return the row that stores the initial state of the next chunk. Only layers with a state read this row."""
+        """Return the row that stores the initial state of the next chunk. Only a layer that keeps a state reads it."""
         return seq.req_index
 
     def deallocate(self, seq: Sequence) -> None:

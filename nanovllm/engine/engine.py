@@ -67,7 +67,7 @@ class Engine:
         """Do nothing. A tier of the prefix cache may replace this method, to save blocks before the engine exits."""
 
     def drop_requests(self) -> None:
-        """Drop all requests, and reset the state. Called when the engine exits or a step has failed."""
+        """Drop all requests and reset the state, because the engine exits or a step has failed."""
         reset_context()
         if self.model_runner is not None:
             self.model_runner.recover()  # queued steps still read the host's buffers

@@ -63,7 +63,7 @@ class EngineThread:
             raise UnavailableError(reasons[0])
 
     def abort(self, request_id: int) -> None:
-        """End a request before the next step. The request's collector gets the tokens generated so far."""
+        """End a request before the next step. The request's collector gets all tokens so far."""
         self._post(partial(self._output_processor.abort, request_id))
 
     def discard(self, request_ids: Collection[int]) -> None:
@@ -142,7 +142,7 @@ class EngineThread:
             sleep(0.001)  # not `join`, because before Python 3.13 an interrupted `join` marks the thread as ended
 
     def _tell_watchers(self) -> None:
-        """Tell watching collectors that a rank has failed. If no collector watches, the next caller gets the error."""
+        """Report a failed rank to the watching collectors. If no collector watches, the next caller gets the error."""
         for watcher in self._watchers:
             if (collector := watcher()) is not None:
                 self._post(self.engine.check_open, collector)

@@ -1,4 +1,4 @@
-"""The interface of features, which only some requests use. Each feature is a class in a separate file.
+"""The interface of features. Only some requests use features. Each feature is a class in a separate file.
 
 The table FEATURES lists all features. A feature is imported when a request first asks for it. On CUDA, startup imports
 all features, because CUDA graphs contain their logit edits.

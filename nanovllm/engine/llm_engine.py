@@ -141,7 +141,7 @@ class LLMEngine:
         priority: int = 0,
         lora_request: Adapters = None,
     ) -> int:
-        """Queue a request and return its id. If the same thread calls `step`, `step` returns the request's output.
+        """Queue a request and return its id. When this thread calls `step`, it gets the request's output.
 
         If `scheduling_policy` is "priority", the request with the lowest `priority` comes first. If `scheduling_policy`
         is "fcfs", `priority` must be 0.
@@ -157,7 +157,7 @@ class LLMEngine:
         return request.request_id
 
     def abort(self, request_id: int) -> None:
-        """End a request before the next step. The request's caller gets the tokens generated so far.
+        """End a request before the next step. The request's caller gets all tokens so far.
 
         Does nothing if the request has ended. Signal handlers may call `abort`. Raises ValueError for an unknown id.
         """

@@ -51,7 +51,7 @@ class OutputProcessor:
             self._hand_over(collector)
 
     def _deliver(self, seqs: Collection[Sequence]) -> None:
-        """Tell requests that these sequences have new tokens, have paused or have ended."""
+        """Tell the requests of `seqs` about new tokens, pauses and ends of sequences."""
         changed: dict[int, Request] = {}
         for seq in seqs:
             request = self.requests[seq.request_id]

@@ -251,8 +251,8 @@ class Scheduler:
     def postprocess(self, step: ScheduledStep, result: StepResult) -> Collection[Sequence]:
         """Append the tokens of a step to their sequences, run features, and end sequences.
 
-        Return the watched sequences that got a token, and all sequences that ended. Beam search appends tokens to its
-        sequences itself.
+        Return the watched sequences that got a token, and all sequences that ended. The tokens of beams are appended by
+        the beam search.
         """
         arrived, ends = self.append_tokens(step.sampled_seqs, result.token_ids)
         return self.run_features(step, result, arrived, ends)

@@ -56,7 +56,7 @@ class FinishedBeam(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A beam extended by one token, which may become a beam of the next step."""
+    """A beam plus one token. The candidate may become a beam of the next step."""
 
     cumulative_logprob: float
     token_ids: tuple[int, ...]  # of the completion, without the prompt
@@ -66,8 +66,8 @@ class Candidate(NamedTuple):
 class BeamRequest(Request):
     """Searches for the most likely answers to a prompt, exactly like `generate(num_beams=...)` in transformers.
 
-    A candidate is a beam extended by one token. This token may end the candidate. The best `beam_width` candidates that
-    do not end become the beams of the next step. A candidate that ends becomes a finished beam if it is among the best
+    A candidate is a beam plus one token. This token may end the candidate. The best `beam_width` candidates that do not
+    end become the beams of the next step. A candidate that ends becomes a finished beam if it is among the best
     `beam_width` of all candidates in its step. Only the best `beam_width` finished beams are kept. The search ends when
     there are `beam_width` finished beams, and no live beam has a better score than the worst of them.
     """

@@ -4,7 +4,7 @@ For generated tokens, the setting `logprobs_mode` selects which logits are used.
 logits are always used. Beam search needs log-probabilities, and so do requests that set `logprobs` or
 `prompt_logprobs`. A step contains a `LogprobRequest` for each token whose log-probabilities are needed. After the
 forward pass, every rank creates a `PendingLogprobs`, which computes them. They reach the host with the step's result.
-Finally, logprob_outputs.py adds the text of the tokens.
+Finally, the text of the tokens is added (logprob_outputs.py).
 """
 
 from collections import defaultdict

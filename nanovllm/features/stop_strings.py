@@ -77,7 +77,7 @@ class StoppingDetokenizer(Detokenizer):
         return stop
 
     def take_text(self, num_hidden: int = 0, is_last: bool = False) -> str:
-        """Return the text decoded since the previous call. A suffix that might begin a stop string is held back."""
+        """Return the text since the previous call. A suffix that might begin a stop string is held back."""
         text = super().take_text(num_hidden, is_last)
         if is_last or self._include_stop:
             return text

@@ -1,4 +1,4 @@
-"""Operations: functions with a definition in plain PyTorch, which kernels may replace on some devices.
+"""Operations are functions that are defined in plain PyTorch. On some devices, kernels replace them.
 
 The definitions are next to their callers, mostly in `layers/`. A CPU runs the definitions. On CUDA, the Triton kernels
 listed in `ops.py` replace the definitions. `register_ops` adds a table of replacements for another device.

@@ -124,7 +124,7 @@ def _inputs_kernel(
 
 @triton.jit
 def keep_inputs(source, written, head, certain, end, PLAN: tl.constexpr):
-    """Store the window and the inputs of drafts for the next step.
+    """Store what the next step needs: the convolution's window, and the inputs of drafts.
 
     The drafts begin at token `certain`, and the window contains the inputs before this token. A call stores the
     channels of one value head. The call for the first value head of a group also stores the channels of the query and

@@ -56,7 +56,7 @@ def _through_tokens(state, rule_ptrs, head, key_at, begin, end, shift, DTYPE: tl
 def _tokens_kernel(
     x_rows, rule_ptrs, seq_ptrs, state_ptrs, norm_ptrs, out_ptr, num_rows, stride, PLAN: tl.constexpr, PDL: tl.constexpr
 ):
-    """Each program computes the tokens of one value head of a sequence in order, then their gated norms.
+    """Each program computes one value head of a sequence: all tokens in order, then their gated norms.
 
     For a decoding sequence, the accepted drafts of the previous step come first, followed by one token. Then the state
     is stored. The drafts of this step come last, and do not change the stored state. The last tokens may be copies

@@ -48,7 +48,7 @@ def _pointer_to_rank(addresses_ptr, other, offset, dtype: tl.constexpr):
 
 @triton.jit
 def _signal(peer_ptrs, flags_offset, rank, SIZE: tl.constexpr):
-    """Signal to the other ranks, whose programs wait, that this GPU's earlier writes can be read."""
+    """Signal that this GPU's earlier writes can be read. Programs of the other ranks wait for this signal."""
     for other in tl.static_range(SIZE):
         if other != rank:
             theirs = _pointer_to_rank(peer_ptrs[0], other, flags_offset, tl.int32) + tl.program_id(0) * SIZE + rank

@@ -86,7 +86,7 @@ def combine_splits(
 ) -> None:
     """Add the results of all splits, weighted by their log-sum-exps, and store the sums in `out` [B, heads, head_dim].
 
-    `parts` is (results [B, heads, splits, head_dim], log-sum-exps [B, heads, splits]), both float32, and `seqs` is
+    `parts` is (results [B, heads, splits, head_dim], log-sum-exps [B, heads, splits]), both float32. `seqs` is
     (num_seqs, context_lens). The kernel that wrote `parts` must have had the same arguments: they determine how many
     splits are used.
     """

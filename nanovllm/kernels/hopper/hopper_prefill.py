@@ -297,7 +297,7 @@ def attend(tokens: int, tile: int, q: torch.Tensor, cache, plan_ptrs, out: torch
 
     `plan_ptrs` is (query_tiles, cu_seqlens_q, context_lens, block_tables). A query tile has at most `tokens` tokens.
     `cache` has 16-bit keys and values, and neither a soft cap nor sinks. `tile` is the number of keys per tile: 64 or
-    128, a divisor of the block size. `head_dim` is 64, 128 or, if `tile` is 64, 256.
+    128, a divisor of the block size. `head_dim` is 64 or 128. If `tile` is 64, it may also be 256.
     """
     heads, head_dim = q.shape[1:]
     block_size, kv_heads = cache.k.shape[1:3]

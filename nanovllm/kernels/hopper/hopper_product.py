@@ -254,7 +254,7 @@ def _product_kernel(
 def product(x: torch.Tensor | QuantizedRows, weight, scales: torch.Tensor | None, epilogue, out_ptrs, y=None) -> None:
     """Compute x W^T for x [T, K] and W [N, K]. Pass the accumulators and `out_ptrs` to the epilogue.
 
-    If `scales` are given, x and W are in FP8, otherwise they have 16 bits. N is a multiple of 256. Without `y`, a tile
+    If `scales` are given, x and W are in FP8. Otherwise, they have 16 bits. N is a multiple of 256. Without `y`, a tile
     has two adjacent blocks of outputs. If `y` is given, a tile has one block from each half of the outputs, and the
     epilogue stores tiles of `y`.
     """

@@ -168,7 +168,7 @@ def gemv(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """For a single row x, store y = x W^T + bias in `out`. Return y and x + residual.
 
-    x is [1, K], W is [N, K], `bias` is [N], and y is [1, N]. All tensors are contiguous. `norm` is a pair: the weight
+    The shapes are x [1, K], W [N, K], `bias` [N] and y [1, N]. All tensors are contiguous. `norm` is a pair: the weight
     [K] and the eps of an RMS norm. If `norm` is given, the norm of x + residual replaces x in the matmul. A residual
     requires a norm. Without a residual, the second result is x. If `act` is given, W is [2 * N, K], `bias` is [2 * N],
     and y is the gated activation of all outputs. The results of `adapter` are added before the activation.

@@ -90,7 +90,7 @@ def as_loadable(values: torch.Tensor) -> torch.Tensor:
 
 
 def block_shape(values: torch.Tensor, scales: torch.Tensor | None) -> tuple[int, int]:
-    """Return the size (rows, columns) of the scale blocks of a weight [.., N, K], or (1, K) without scales."""
+    """Return the size (rows, columns) of a weight's scale blocks. Without scales, it is (1, K)."""
     if scales is None:
         return 1, values.shape[-1]
     return values.shape[-2] // scales.shape[-2], values.shape[-1] // scales.shape[-1]
@@ -151,7 +151,7 @@ def scales_of_rows(scale_ptr, first_n, N, STRIDE: tl.constexpr, BLOCK_N: tl.cons
 
 @triton.jit
 def scales_of_x(x_scale_ptr, begin, row, is_row, stride, GROUP: tl.constexpr):
-    """Load the scales [1, TILE_M] of rows of x for GROUP inputs from `begin` on. Without scales, return ones."""
+    """Load the scales [1, TILE_M] of rows of x. They belong to GROUP inputs from `begin` on. The default is 1."""
     if x_scale_ptr is None:
         scales = tl.full([row.shape[0]], 1.0, tl.float32)
     else:

@@ -15,7 +15,7 @@ SPLIT_SIZE = 2048
 
 
 class Splits(NamedTuple):
-    """Describes how a row of logits is divided into splits, one per program. This is a compile-time constant.
+    """The division of a row of logits into splits, one per program, as a compile-time constant.
 
     Noise is generated for four tokens at a time, so the first split begins at a multiple of four.
     """
@@ -97,9 +97,9 @@ def _sample_reduce_kernel(best_ptr, index_ptr, score_ptr, out_ptr, SPLITS: tl.co
 def sample(logits, temperatures, seeds, positions, first_id=0, cutoffs=None) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw a token from each row of logits [S, vocabulary]. Return scores [S] float32 and ids [S] int32.
 
-    `temperatures` is [S] float32, `seeds` is [S, 2] int32 (low and high word), and `positions` is [S] int32. `cutoffs`
-    [S] int64 contains the smallest key that may be drawn in each row (see token_order.py). Column 0 of the logits
-    belongs to token `first_id`. If scores are equal, the token with the lowest id is drawn.
+    `temperatures` is [S] float32. `seeds` is [S, 2] int32 (low and high word). `positions` is [S] int32. `cutoffs` [S]
+    int64 contains the smallest key that may be drawn in each row (see token_order.py). Column 0 of the logits belongs
+    to token `first_id`. If scores are equal, the token with the lowest id is drawn.
     """
     num_rows, vocab_size = logits.shape
     skipped = first_id % 4
