@@ -698,12 +698,13 @@ ENTRIES = {
         "adapter": (None, [{"name": "lora"}], []), "rotation": (None, ["random"], []), "lm_head": (False, [True], []),
         "dynamic": (None, [{"-:.*": {}}], []), "sym": (False, [], []), "do_fuse": (True, [], []), "meta": ({}, [], []),
     }),
-    "compressed-tensors": (compressed("pack-quantized", "group", 32), {
+    "compressed-tensors": (INT4, {
         "format": ("pack-quantized", ["dense", "mixed-precision", "int-quantized", "marlin-24"], []),
         "quantization_status": ("compressed", ["frozen"], []), "kv_cache_scheme": (None, [{"num_bits": 8}], []),
         "ignore": (["lm_head"], [], [["x"]]), "transform_config": ({"config_groups": {}}, [HADAMARD], []),
         "sparsity_config": ({"format": "dense", "global_sparsity": 0.1}, [{"format": "sparse-24-bitmask"}], []),
         "global_compression_ratio": (1.5, [], []), "version": ("0.12.2", [], []), "run_compressed": (True, [], []),
+        "config_groups": (INT4["config_groups"], [{}, {"W4A16": ["Linear"]}], []),
         GROUP + "targets": (["Linear"], [], [["re:.*mlp.*"]]),
         GROUP + "format": ("pack-quantized", ["nvfp4-pack-quantized", "int-quantized"], []),
         GROUP + "output_activations": (None, [{"num_bits": 8}], []), INPUTS: ({"num_bits": 4}, [{"num_bits": 8}], []),

@@ -39,6 +39,8 @@ def read_config(raw: dict, file: Path) -> QuantConfig:
         raise ValueError(f"{where}: has no config_groups")
     schemes = []
     for name, group in groups.items():
+        if not isinstance(group, dict):  # the schema also allows a list of targets, of a scheme with this name
+            raise ValueError(f"{where}: config_groups: {name}={group!r:.80}: must be an object")
         place, weights = f"{where}: {name}", group.get("weights") or {}
         check_choice(f"{place}: weights: dynamic", weights.get("dynamic", False), (False,))
         check_unread(place, group, {"output_activations": (), "format": same})
