@@ -315,6 +315,11 @@ def test_bad_eos_token_id(tmp_path, file, ids, message):
         ("tie_word_embeddings", "false", TypeError),
         ("text_config", 5, TypeError),
         ("quantization_config", "fp8", TypeError),
+        ("clip_qkv", 8.0, ValueError),
+        ("logits_scaling", 8.0, ValueError),
+        ("routed_scaling_factor", 2.5, ValueError),
+        ("scoring_func", "sigmoid", ValueError),
+        ("is_causal", False, ValueError),
     ],
 )
 def test_bad_model_config(tmp_path, name, value, kind):

@@ -324,6 +324,22 @@ def test_parity(make_llm, tmp_path, name):
     assert outputs[-1]["num_cached_tokens"] == 32 and llm.stats()["steps"]["mixed"] > 0
 
 
+@pytest.mark.parametrize("name", ["llama-3.1", "qwen3-moe"])
+def test_long_prompts(make_llm, tmp_path, name):
+    """With several answers, drafts and preemption, far behind the first positions."""
+    folder, rng = make_checkpoint(tmp_path, name), random.Random(0)
+    sizes = dict(num_kvcache_blocks=45, max_num_batched_tokens=128, max_model_len=640)
+    llm = make_llm(folder, **SMALL | sizes, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+    ids = [rng.randrange(VOCAB_SIZE) for _ in range(600)]
+    params = SamplingParams(temperature=0, n=2, max_tokens=24, ignore_eos=True, logprobs=1, detokenize=False)
+    outputs = generate_by_steps(llm, [(prompt, params) for prompt in (2 * ids[:20], ids, 9 * ids[:5])])
+    for output in outputs:
+        single = [replace(output, outputs=[answer]) for answer in output.outputs]
+        assert_same_as_transformers(folder, single, error=1e-4)
+    stats = llm.stats()
+    assert stats["preemptions"] and stats["steps"]["mixed"] and stats["spec_decode"]["accepted_tokens"]
+
+
 class ThreadRanks(TensorParallel):
     """A rank that is a thread of this process. Its collectives take and change tensors as those of gloo do."""
 

@@ -33,6 +33,7 @@ from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.models import ModelConfig, make_model
 from nanovllm.moe.experts import Experts
 from nanovllm.moe.moe_config import MoEConfig
+from nanovllm.quantization import find_quantization
 from nanovllm.quantization import packed as packed_weights
 from nanovllm.quantization.formats.mxfp4 import read_config as mxfp4_config
 from nanovllm.quantization.packed import VALUES, Packed, nibbles, pack, quantize, unpack
@@ -154,7 +155,7 @@ FORMATS = {
     "gptq": (gptq(32), write_gptq, 32, {}),
     "gptq-channel": (gptq(-1, sym=True, desc_act=True), write_gptq, None, {"symmetric": True}),
     "gptq-order": (gptq(32, desc_act=True), write_gptq, 32, {"ids": MIXED}),
-    "gptq-v2": (gptq(32, checkpoint_format="gptq_v2"), write_gptq, 32, {"less": 0}),
+    "gptq-v2": (gptq(32, format="gptq_v2"), write_gptq, 32, {"less": 0}),
     "awq": (
         {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
         write_awq,
@@ -649,6 +650,10 @@ W4A8["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": 
         (gptq(32, bits=8), "bits=8: must be one of 4"),
         (gptq(32, lm_head=True), "lm_head=True"),
         (gptq(32, checkpoint_format="marlin"), "checkpoint_format='marlin': must be one of 'gptq', 'gptq_v2'"),
+        (
+            gptq(32, checkpoint_format="gptq_v2", format="gptq"),
+            "format='gptq': contradicts checkpoint_format='gptq_v2'",
+        ),
         (gptq(32, dynamic={"+:.*down.*": {"bits": 8}}), r"dynamic: '\+:.*down.*': only rules that begin with '-:'"),
         ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "version='gemv'"),
         ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": False}, "zero_point=False"),
@@ -661,6 +666,105 @@ W4A8["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": 
 )
 def test_refused_formats(tmp_path, config, message):
     assert_refused(make_checkpoint(tmp_path, "llama"), config, message)
+
+
+GROUP, WEIGHTS = "config_groups.group_0.", "config_groups.group_0.weights."
+INPUTS = GROUP + "input_activations"
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+AWQ = FORMATS["awq"][0]
+HADAMARD = {"config_groups": {"R4": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "input"}]}}}
+# the published entries of each kind of `quantization_config`: a value that changes nothing, values that are refused,
+# and values that are read; the values of other entries change nothing
+ENTRIES = {
+    "gptq": (gptq(32), {
+        "bits": (4, [8, 2], []), "sym": (True, [], []), "group_size": (32, [16], [64, -1]),
+        "desc_act": (False, ["static"], [True]), "lm_head": (False, [True], []),
+        "format": ("GPTQ", ["marlin", "bitblas", "gguf"], ["gptq_v2"]),
+        "checkpoint_format": ("gptq", ["marlin"], ["gptq_v2"]),
+        "is_marlin_format": (False, [True], []), "pack_dtype": ("int32", ["int8", "int16", "torch.int64"], []),
+        "adapter": (None, [{"name": "lora", "rank": 64}], []), "rotation": (None, ["hadamard"], []),
+        "dynamic": ({}, [{"+:.*": {"bits": 8}}, {".*": {"bits": 8}}], [{"-:.*q_proj": {}}]),
+        "modules_in_block_to_quantize": (None, [], [[["mlp.up_proj"]]]), "modules_to_not_convert": (None, [], [["x"]]),
+        "meta": ({"quantizer": ["gptqmodel:5.7.0"], "act_group_aware": True}, [], []), "method": ("gptq", [], []),
+        "true_sequential": (True, [], []), "static_groups": (True, [], []), "damp_percent": (0.1, [], []),
+        "backend": ("marlin", [], []), "act_group_aware": (True, [], []), "block_name_to_quantize": ("x", [], []),
+    }),
+    "awq": (AWQ, {
+        "bits": (4, [8], []), "group_size": (32, [16], [64]), "zero_point": (True, [False], []),
+        "version": ("GEMM", ["gemv", "gemv_fast", "llm-awq", "marlin"], []),
+        "format": ("gemm", ["gemv", "llm-awq"], []),
+        "checkpoint_format": ("gemm", ["gemv_fast"], []), "backend": ("gemm_triton", ["llm-awq"], []),
+        "modules_to_not_convert": (None, [], [["x"]]), "pack_dtype": ("int32", ["int16"], []),
+        "adapter": (None, [{"name": "lora"}], []), "rotation": (None, ["random"], []), "lm_head": (False, [True], []),
+        "dynamic": (None, [{"-:.*": {}}], []), "sym": (False, [], []), "do_fuse": (True, [], []), "meta": ({}, [], []),
+    }),
+    "compressed-tensors": (INT4, {
+        "format": ("pack-quantized", ["dense", "mixed-precision", "int-quantized", "marlin-24"], []),
+        "quantization_status": ("compressed", ["frozen"], []), "kv_cache_scheme": (None, [{"num_bits": 8}], []),
+        "ignore": (["lm_head"], [], [["x"]]), "transform_config": ({"config_groups": {}}, [HADAMARD], []),
+        "sparsity_config": ({"format": "dense", "global_sparsity": 0.1}, [{"format": "sparse-24-bitmask"}], []),
+        "global_compression_ratio": (1.5, [], []), "version": ("0.12.2", [], []), "run_compressed": (True, [], []),
+        "config_groups": (INT4["config_groups"], [{}, {"W4A16": ["Linear"]}], []),
+        GROUP + "targets": (["Linear"], [], [["re:.*mlp.*"]]),
+        GROUP + "format": ("pack-quantized", ["nvfp4-pack-quantized", "int-quantized"], []),
+        GROUP + "output_activations": (None, [{"num_bits": 8}], []), INPUTS: ({"num_bits": 4}, [{"num_bits": 8}], []),
+        WEIGHTS + "num_bits": (4, [8, 2], []), WEIGHTS + "type": ("int", ["float"], []),
+        WEIGHTS + "symmetric": (True, [], [False]), WEIGHTS + "group_size": (32, [16], [64]),
+        WEIGHTS + "strategy": ("group", ["tensor", "block", "tensor_group", "token"], []),
+        WEIGHTS + "dynamic": (False, [True, "local"], []), WEIGHTS + "observer": ("minmax", [], []),
+        WEIGHTS + "actorder": ("static", ["random"], ["group", "dynamic", True]),
+        WEIGHTS + "scale_dtype": ("torch.bfloat16", [], []), WEIGHTS + "zp_dtype": ("torch.int8", [], []),
+    }),
+    "compressed-tensors, fp4": (compressed("nvfp4-pack-quantized", "tensor_group", 16, "float"), {
+        INPUTS: ({"num_bits": 4, "dynamic": "local"}, [{"num_bits": 8}], []),
+        WEIGHTS + "symmetric": (True, [False], []),
+        WEIGHTS + "group_size": (16, [32], []), WEIGHTS + "strategy": ("tensor_group", ["channel", "tensor"], []),
+        WEIGHTS + "actorder": ("weight", ["group"], []),
+    }),
+    "modelopt": (NVFP4, {
+        "quant_algo": ("NVFP4", ["W4A16_AWQ", "NVFP4_SVD", "MIXED_PRECISION"], ["FP8"]), "group_size": (16, [32], []),
+        "ignore": ([], [], [["x*"]]), "exclude_modules": (None, [], [["lm_head"]]), "producer": ({}, [], []),
+        "kv_cache_scheme": ({"num_bits": 8, "type": "float"}, [], []), "kv_cache_quant_algo": ("FP8", [], []),
+        "has_zero_point": (False, [True], []), "pre_quant_scale": (False, [True], []), "lora_rank": (None, [32], []),
+        "quantized_layers": (None, [{"x": {"quant_algo": "FP8"}}], []), WEIGHTS + "group_size": (16, [32], []),
+        WEIGHTS + "num_bits": (4, [8], []), WEIGHTS + "type": ("float", ["int"], []),
+        INPUTS: ({"num_bits": 4}, [{"num_bits": 8}], []), GROUP + "pre_quant_scale": (False, [True], []),
+        GROUP + "output_activations": (None, [{"num_bits": 8}], []),
+    }),
+    "fp8": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, {
+        "activation_scheme": ("dynamic", ["none"], []),
+        "weight_block_size": ([128, 128], [[128], "128x128"], [[64, 64]]),
+        "modules_to_not_convert": (None, [], [["x"]]), "ignored_layers": (None, [], [["x"]]),
+        "modules_to_convert": (None, [["model.embed_tokens"]], []), "fmt": ("e4m3", ["e5m2"], []),
+        "scale_fmt": ("float", ["ue8m0"], []), "expert_dtype": ("fp8", ["fp4"], []), "dequantize": (True, [], []),
+    }),
+    "mxfp4": ({"quant_method": "mxfp4"}, {
+        "modules_to_not_convert": (None, [], [["x"]]), "dequantize": (True, [], []),
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kind, path", [(kind, path) for kind, (_, entries) in ENTRIES.items() for path in entries], ids=str
+)
+def test_entries(kind, path):
+    """Each entry is read, or refused by name, unless its value changes nothing."""
+    config, entries = ENTRIES[kind]
+    neutral, refused, is_read = entries[path]
+
+    def with_value(value):
+        changed = inner = json.loads(json.dumps(config))
+        *parents, name = path.split(".")
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+        inner[name] = value
+        return find_quantization(changed, Path("config.json"), None)
+
+    plain = find_quantization(config, Path("config.json"), None)
+    assert with_value(neutral) == plain and all(with_value(value) != plain for value in is_read)
+    for value in refused:
+        with pytest.raises(ValueError, match=rf"^config.json: quantization_config: .*{path.rpartition('.')[2]}"):
+            with_value(value)
 
 
 @pytest.mark.parametrize(
@@ -676,6 +780,7 @@ def test_refused_formats(tmp_path, config, message):
         ),
         (lambda t, n: {n + ".scales": t[n + ".scales"] * torch.nan}, "NaN or infinite .*o_proj.scales$"),
         (lambda t, n: {n + ".g_idx": t[n + ".g_idx"].flip(0)}, "groups are not contiguous, although"),
+        (lambda t, n: {n + ".bias": torch.eye(64)[63]}, "o_proj.bias: is not zero, and the model has no such"),
         (lambda t, n: {n + ".qzeros": t[n + ".qzeros"][:1].clone()}, r"qzeros: .*shape \[64, 1\].*needs \[64, 4\]"),
     ],
 )
@@ -685,6 +790,20 @@ def test_broken_checkpoints(monkeypatch, make_llm, tmp_path, change, message):
     tensors = load_file(file)
     save_file(tensors | change(tensors, name), file)
     with pytest.raises(ValueError, match=message):
+        make_llm(folder)
+
+
+def test_old_gptq(monkeypatch, make_llm, tmp_path):
+    """AutoGPTQ wrote biases of 0, and group ids as int64; others write no group ids."""
+    folder, plain = write_checkpoint(make(monkeypatch, tmp_path, "Llama"), tmp_path, "gptq")
+    file = Path(folder) / "model.safetensors"
+    tensors = {name: tensor.long() if "g_idx" in name else tensor for name, tensor in load_file(file).items()}
+    scales = {name.removesuffix("scales"): x for name, x in tensors.items() if name.endswith(".scales")}
+    kept = {name: x for name, x in tensors.items() if not name.endswith("0.mlp.down_proj.g_idx")}
+    save_file(kept | {f"{layer}bias": torch.zeros_like(x[0]) for layer, x in scales.items()}, file)
+    assert_same_as_transformers(plain, generate_by_steps(make_llm(folder, **SMALL), model_requests()[:2]))
+    edit(folder, quantization_config=gptq(32, desc_act=True))
+    with pytest.raises(ValueError, match="1 tensors are missing: .*0.mlp.down_proj.g_idx"):
         make_llm(folder)
 
 

@@ -452,7 +452,7 @@ def test_what_is_refused(tmp_path, settings, files, message):
         ({"id2label": {"first": "a"}}, "config.json: id2label=.*: must be an object with a name for each number"),
         ({"sentence_transformers": {"activation_fn": "torch.nn.ReLU"}}, "config.json: activation_fn='ReLU': must be"),
         ({"use_bidirectional_attention": True}, "config.json: attention to later tokens is not supported"),
-        ({"is_causal": False}, "config.json: attention to later tokens is not supported"),
+        ({"is_causal": False}, "config.json: is_causal=False: must be one of None, True"),
     ],
 )
 def test_refused_classifiers(tmp_path, entries, message):

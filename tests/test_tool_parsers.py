@@ -27,6 +27,7 @@ from nanovllm.serve.tool_parsers import (
     HermesParser,
     Llama3Parser,
     MistralParser,
+    SeedParser,
     ToolCall,
     WholeParser,
     XmlParser,
@@ -57,6 +58,10 @@ SCHEMAS = {
 def xml(name: str, **values: str) -> str:
     parameters = "".join([f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items()])
     return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
+
+def seed(name: str, **values: str) -> str:
+    return xml(name, **values).replace("tool_call>", "seed:tool_call>")
 
 
 def xml_parser() -> XmlParser:
@@ -210,6 +215,16 @@ CASES = [
         [ToolCall("f", '{"s": "a <parameter=n> b </tool_call> c"}')],
     ),
     (
+        lambda: SeedParser(SCHEMAS),
+        f"Hm.\n{seed('f', n='3')}\n{seed('g')}\n",
+        "Hm.\n",
+        [ToolCall("f", '{"n": 3}'), CALLS[1]],
+    ),
+    (SeedParser, seed("g").removesuffix("\n</seed:tool_call>"), "", CALLS[1:]),
+    (SeedParser, seed("f", s="</tool_call> x"), "", [ToolCall("f", '{"s": "</seed:tool_call> x"}')]),
+    (SeedParser, "a <seed:tool", None, []),
+    (SeedParser, f"<seed:tool_call>\n{F}\n</seed:tool_call>", "", CALLS[:1]),
+    (
         xml_parser,
         f"Write <function=NAME> in a <tool_call>. {xml('g')}",
         "Write <function=NAME> in a <tool_call>. ",
@@ -250,9 +265,20 @@ def test_random_texts_in_pieces():
     rng = random.Random(1)
     words = [F, G, "<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=n>", "</parameter>"]
     words += ["[TOOL_CALLS]", "[ARGS]", "[", "]", "{", "}", '"', "\n", " ", "f", "3", ":", ",", "NaN", "1e999", "\\"]
-    words += [DEEP, DEEP_CALL, DEEP_SEP, DEEP_CALL_END, DEEP_END, "```json", "<|python_tag|>", "x" * 300]
+    words += [
+        "<seed:tool_call>",
+        "</seed:tool_call>",
+        DEEP,
+        DEEP_CALL,
+        DEEP_SEP,
+        DEEP_CALL_END,
+        DEEP_END,
+        "```json",
+        "<|python_tag|>",
+        "x" * 300,
+    ]
     for i in range(500):
-        make = (HermesParser, xml_parser, MistralParser, Llama3Parser, DeepSeekParser)[i % 5]
+        make = (HermesParser, xml_parser, MistralParser, Llama3Parser, DeepSeekParser, SeedParser)[i % 6]
         text = "".join(rng.choices(words, k=rng.randrange(1, 12)))
         expected = make().feed(text, is_last=True)
         content, calls = joined(expected)
@@ -418,9 +444,20 @@ def test_what_the_prompt_has_opened(name, prompt, stage):
         assert tokenizer.markers(name).stage_after(tokenizer.encode(prompt)) is stage
 
 
+def test_special_tokens_inside_the_reasoning():
+    """Without a budget, Seed-OSS's template begins a remark about the budget, which is no turn."""
+    tokenizer = CharacterTokenizer("<seed:bos>", "<seed:cot_budget_reflect>")
+    for token in tokenizer.added_tokens_decoder.values():
+        token.special = True
+    prompt = tokenizer.encode("<seed:bos>assistant\n<seed:think><seed:cot_budget_reflect>")
+    assert tokenizer.markers("seed_oss").stage_after(prompt) is Stage.INSIDE
+
+
 def test_format_from_the_chat_template():
     assert parser_for("... return <tool_call>{...}</tool_call>") == "hermes"
     assert parser_for("<tool_call>\n<function=example>\n<parameter=x>") == "qwen3_coder"
+    template = "{%- set toolcall_begin_token = '<seed:tool_call>' -%}{%- set think_begin_token = '<seed:think>' -%}"
+    assert parser_for(template + '"\n<function="') == format_of(template) == "seed_oss"
     assert parser_for('Respond in the format {"name": function name, "parameters": ...}') == "llama3_json"
     assert parser_for("[AVAILABLE_TOOLS] ... [TOOL_CALLS]") == "mistral"
     assert parser_for(f"{{{{ '{DEEP}' }}}}") == "deepseek_v3"

@@ -18,6 +18,7 @@ sequence in the engine. CONTRIBUTING.md shows how to add a family. The class has
 The class may have:
 
 - `layer_types`: supported values in config.json's `layer_types`, by default `full_attention`
+- `reads`: entries of NEUTRAL that the class supports
 - `defaults`: values of entries that may be absent from config.json or its `text_config`
 - `unused_prefixes`: name prefixes of tensors that the class ignores
 - `may_be_nested`: whether the class also computes the text model of multimodal checkpoints
@@ -42,6 +43,13 @@ from nanovllm.utils.rope_scaling import inverse_frequencies, scaled_rope
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float", "float16", "half", "bfloat16")}
+# entries of config.json that change the result of families that read them; with these values, they change nothing
+NEUTRAL = {
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "routed_scaling_factor"), 1.0),
+    "clip_qkv": None,
+    "is_causal": True,
+    "scoring_func": "softmax",
+}
 # a container's memory limit, in both versions of cgroups
 MEMORY_LIMITS = [Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory/memory.limit_in_bytes")]
 
@@ -105,6 +113,8 @@ class ModelConfig:
         check_choice(f"{file}: hidden_act", raw.get("hidden_act", "silu"), family.hidden_acts)
         if raw.get("use_sliding_window"):
             raise ValueError(f"{file}: sliding-window attention is not supported (use_sliding_window is set)")
+        for name in NEUTRAL.keys() - getattr(family, "reads", ()):
+            check_choice(f"{file}: {name}", raw.get(name), (None, NEUTRAL[name]))
         kinds = raw.get("layer_types") or ()
         for kind in kinds:
             check_choice(f"{file}: layer_types: a layer", kind, getattr(family, "layer_types", ("full_attention",)))

@@ -37,6 +37,8 @@ class GraniteDecoderLayer(Qwen3DecoderLayer):
 
 
 class GraniteForCausalLM(LlamaForCausalLM):
+    reads = Factors._fields
+
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         factor = config.details.embedding_multiplier

@@ -59,8 +59,7 @@ def read_pooling_config(folder: Path, tokenizer: Path, task: str, model: "ModelC
     file = folder / "config.json"
     raw = read_json(file)
     # with "vision", text attends to earlier tokens only
-    is_bidirectional = (raw.get("use_bidirectional_attention") or "vision") != "vision"
-    if is_bidirectional or raw.get("is_causal") is False:
+    if (raw.get("use_bidirectional_attention") or "vision") != "vision":
         raise ValueError(f"{file}: attention to later tokens is not supported")
     modules = _modules(folder)
     saved = _read_saved(folder / "config_sentence_transformers.json")

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,8 @@ class QuantConfig:
     dtypes: tuple[str, ...] = ()  # of the checkpoint's tensors, as safetensors names them
     # fixed scales of activations: scaling each row by its largest value instead is at least as accurate
     unused_tensors: tuple[str, ...] = (".input_scale", ".activation_scale")
+    optional: tuple[str, ...] = ()  # ends of the names of tensors that a checkpoint may lack
+    zero: tuple[str, ...] = ()  # ends of the names of tensors that the model lacks, and that must be zero
 
     @property
     def dtype(self) -> torch.dtype:
@@ -69,6 +71,15 @@ class QuantConfig:
         """
         has_one_scale = self.groups[0][1].scale_name == "weight_scale"
         return name.removesuffix("_inv") if has_one_scale and name.endswith(".weight_scale_inv") else name
+
+    def adapt(self, loaders: dict[str, tuple[Callable, list]], stored: Collection[str]) -> None:
+        """Change `loaders` (from `weight_loaders`) for `optional` and `zero` tensors.
+
+        stored: the names of the checkpoint's tensors.
+        """
+        for name in [name for name in loaders if name.endswith(self.optional) and name not in stored]:
+            del loaders[name]
+        loaders |= {name: (check_zero, []) for name in stored if name.endswith(self.zero) and name not in loaders}
 
     def scheme_of(self, module: str) -> Scheme | None:
         """Return the scheme of the module with this name in the checkpoint, or None if the module is not quantized."""
@@ -132,6 +143,23 @@ class QuantConfig:
             for name, p in [*module.named_parameters(recurse=False)]:
                 if p.is_meta:  # a bias, or a weight that is not quantized
                     setattr(module, name, parameter(tuple(p.shape), p.weight_loader, dtype))
+
+
+def check_zero(tensor: Any) -> None:
+    """A weight loader for tensors that the model lacks."""
+    if tensor[...].any():
+        raise ValueError("is not zero, and the model has no such parameter")
+
+
+def check_unread(where: str, raw: dict, neutral: Mapping[str, Collection]) -> None:
+    """Raise ValueError for an entry of `raw` that is not read, although it changes what a checkpoint means.
+
+    neutral: maps the name of each such entry to the values that change nothing. Empty values and False change nothing
+        either.
+    """
+    for name, values in neutral.items():
+        if (value := raw.get(name)) and value not in values:
+            raise ValueError(f"{where}: {name}={value!r:.80}: is not supported")
 
 
 def _matches(pattern: str, module: str) -> bool:

@@ -9,11 +9,13 @@ class ReasoningFormat(NamedTuple):
 
     is_open: whether the model starts inside the reasoning by default, and so writes no begin marker. A prompt with a
         marker can override this default.
+    inner: special tokens that may follow the begin marker in a prompt, and so do not begin a turn.
     """
 
     begin: str
     end: str
     is_open: bool = False
+    inner: tuple[str, ...] = ()
 
 
 THINK = ReasoningFormat("<think>", "</think>")
@@ -21,6 +23,7 @@ THINK = ReasoningFormat("<think>", "</think>")
 HARMONY = ReasoningFormat(
     "<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>", is_open=True
 )
+SEED = ReasoningFormat("<seed:think>", "</seed:think>", inner=("<seed:cot_budget_reflect>",))
 FORMATS = {
     "think": THINK,
     "qwen3": THINK,
@@ -28,6 +31,7 @@ FORMATS = {
     "glm45": THINK,
     "deepseek_r1": THINK._replace(is_open=True),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "seed_oss": SEED,
     "openai_gptoss": HARMONY,
 }
 DEEPSEEK_TURN = "<\uff5cAssistant\uff5c>"
@@ -46,6 +50,8 @@ def format_of(chat_template: str) -> str | None:
         return "openai_gptoss"
     if "[THINK]" in chat_template:
         return "mistral"
+    if SEED.begin in chat_template:
+        return "seed_oss"
     if "<think>" in chat_template:
         return "think"
     if "</think>" in chat_template:  # the template only removes the reasoning of earlier answers

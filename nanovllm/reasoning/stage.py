@@ -30,7 +30,9 @@ class Markers:
         self.end_ids: list[int] = tokenizer.encode(form.end, add_special_tokens=False)
         added = tokenizer.added_tokens_decoder.items()
         self._turn_ids = {
-            i for i, token in added if _begins_or_ends_turn(token) and not self._has_marker(token.content)
+            i
+            for i, token in added
+            if _begins_or_ends_turn(token) and not self._has_marker(token.content) and token.content not in form.inner
         }
 
     def _has_marker(self, text: str) -> bool:

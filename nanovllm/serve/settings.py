@@ -48,12 +48,13 @@ class ServerSettings:
         `/v1/unload_lora_adapter`. With this setting, clients can make the server read any folder.
     chat_template: the chat template, or the path of a file with the template; by default the model's template.
     tool_call_parser: the format of tool calls: "hermes" ("qwen", "qwen25", "qwen3"), "qwen3_coder" ("qwen3_xml"),
-        "llama3_json" ("llama4_json"), "mistral", "deepseek_v3" ("deepseek_v31") or "openai" (gpt-oss). "none" leaves
-        the calls in the content. "auto" detects the format from the chat template. If no format is found, requests with
-        tools are refused.
+        "seed_oss", "llama3_json" ("llama4_json"), "mistral", "deepseek_v3" ("deepseek_v31") or "openai" (gpt-oss).
+        "none" leaves the calls in the content. "auto" detects the format from the chat template. If no format is found,
+        requests with tools are refused.
     reasoning_parser: the format of reasoning, which is returned as `reasoning` and `reasoning_content`: "think"
-        ("qwen3", "deepseek_v3", "glm45"), "deepseek_r1" (answers may contain only the end marker), "mistral" or
-        "openai_gptoss". "none" leaves the reasoning in the content. "auto" detects the format from the chat template.
+        ("qwen3", "deepseek_v3", "glm45"), "deepseek_r1" (answers may contain only the end marker), "mistral",
+        "seed_oss" or "openai_gptoss". "none" leaves the reasoning in the content. "auto" detects the format from the
+        chat template.
     trust_request_chat_template: allow requests to contain a chat template. A template is a program, which runs in
         jinja2's sandbox, in a process that is limited to 2 seconds and 512 MiB per template.
     max_body_bytes: maximum size of a request body; by default 2 MiB, or 32 MiB if the model takes images.

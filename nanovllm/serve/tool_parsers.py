@@ -214,13 +214,16 @@ class XmlParser(HermesParser):
     The models sometimes omit the first line or the line `</function>`, or write JSON instead.
     """
 
-    markers = ("<tool_call>", "<function=")
+    CALL, CALL_END, FUNCTION_END, PARAMETER_END = "<tool_call>", "</tool_call>", "</function>", "</parameter>"
+    markers = (CALL, "<function=")
     HEAD = re.compile(
-        r"(?:<tool_call>)?\s*(?:<function=(?P<function>[^>\n]+)>\s*(?=<parameter=|</function>|</tool_call>)|(?=[{\[]))"
+        r"(?:<(?:seed:)?tool_call>)?\s*"
+        r"(?:<function=(?P<function>[^>\n]+)>\s*(?=<parameter=|</function>|</(?:seed:)?tool_call>)|(?=[{\[]))"
     )
-    CALL_END, FUNCTION_END, PARAMETER_END = "</tool_call>", "</function>", "</parameter>"
     # a value may contain these tags as text
-    FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>(?=\s*(?:(?:<tool_call>\s*)?<function=|\Z))", re.DOTALL)
+    FUNCTION = re.compile(
+        r"<function=([^>\n]+)>(.*?)</function>(?=\s*(?:(?:<(?:seed:)?tool_call>\s*)?<function=|\Z))", re.DOTALL
+    )
     PARAMETER = re.compile(
         r"<parameter=([^>\n]+)>(.*?)(?:</parameter>(?=\s*(?:<parameter=|\Z))|(?=\n<parameter=)|\Z)", re.DOTALL
     )
@@ -232,7 +235,7 @@ class XmlParser(HermesParser):
     def _read_body(self, head: re.Match[str], is_last: bool) -> tuple[list[ToolCall], int] | None:
         if head["function"] is None:
             return super()._read_body(head, is_last)
-        is_marked = self._held.startswith("<tool_call>", self._start)
+        is_marked = self._held.startswith(self.CALL, self._start)
         tag = self.CALL_END if is_marked else self.FUNCTION_END
         before = (self.PARAMETER_END, self.FUNCTION_END) if is_marked else (self.PARAMETER_END,)
         while (place := self._held.find(tag, self._searched)) >= 0:
@@ -254,6 +257,14 @@ class XmlParser(HermesParser):
         schema = self._schemas.get(name) or {}
         values = {key.strip(): _plain_value(text) for key, text in self.PARAMETER.findall(body)}
         return _call(name, {key: _typed(text, schema, key) for key, text in values.items()})
+
+
+class SeedParser(XmlParser):
+    """Parses the same XML between `<seed:tool_call>` and `</seed:tool_call>` (Seed-OSS)."""
+
+    CALL, CALL_END = "<seed:tool_call>", "</seed:tool_call>"
+    markers = (CALL, "<function=")
+    closers = (CALL_END, "}")
 
 
 class MistralParser(JsonParser):
@@ -344,6 +355,7 @@ class WholeParser(ToolParser):
 PARSERS: dict[str, type[ToolParser]] = {
     "hermes": HermesParser,
     "qwen3_coder": XmlParser,
+    "seed_oss": SeedParser,
     "llama3_json": Llama3Parser,
     "mistral": MistralParser,
     "deepseek_v3": DeepSeekParser,
@@ -356,6 +368,7 @@ SIGNS = {
     "openai": "<|channel|>commentary",
     "mistral": "[TOOL_CALLS]",
     "deepseek_v3": DeepSeekParser.markers[0],
+    "seed_oss": SeedParser.CALL,
     "qwen3_coder": "<function=",
     "hermes": "<tool_call>",
     "llama3_json": '"parameters"',

@@ -151,6 +151,8 @@ def load_model(
     if model.config.moe:
         split_experts(loaders, model, files)
     files = {name: file for name, file in files.items() if not is_unused(model, name)}
+    if quantization:
+        quantization.adapt(loaders, files)
     if files.keys() != loaders.keys():
         raise other_tensors(folder, files.keys(), loaders.keys())
     bounds = {}  # the least and greatest element of each tensor

@@ -9,15 +9,21 @@ from pathlib import Path
 import torch
 
 from nanovllm.quantization.packed import PackedScheme, nibbles
-from nanovllm.quantization.quant_config import ALL, QuantConfig
+from nanovllm.quantization.quant_config import ALL, QuantConfig, check_unread
 from nanovllm.utils.checks import check_choice
 
 GROUP_SIZES = 32, 64, 128, -1
+# entries of GPTQModel, which writes this format and GPTQ
+UNREAD = {"pack_dtype": ("int32", "torch.int32"), "adapter": (), "rotation": (), "lm_head": ()}
 
 
 def read_config(raw: dict, file: Path) -> QuantConfig:
     where = f"{file}: quantization_config"
-    check_choice(f"{where}: version", str(raw.get("version", "gemm")).lower(), ("gemm",))
+    check_unread(where, raw, UNREAD | {"dynamic": ()})
+    if raw.get("backend") == "llm-awq":  # other backends are kernels, this one packs weights in another way
+        raise ValueError(f"{where}: backend='llm-awq': is not supported")
+    for name in "version", "format", "checkpoint_format":  # of AutoAWQ, of transformers 5, and of GPTQModel
+        check_choice(f"{where}: {name}", str(raw.get(name) or "gemm").lower(), ("gemm",))
     check_choice(f"{where}: bits", raw.get("bits", raw.get("w_bit")), (4,))
     check_choice(f"{where}: zero_point", raw.get("zero_point", True), (True,))
     group = check_choice(f"{where}: group_size", raw.get("group_size", raw.get("q_group_size")), GROUP_SIZES)

@@ -10,23 +10,27 @@ from pathlib import Path
 import torch
 
 from nanovllm.quantization.formats.awq import GROUP_SIZES
-from nanovllm.quantization.formats.fp8 import e4m3_scheme
+from nanovllm.quantization.formats.fp8 import check_block, e4m3_scheme
 from nanovllm.quantization.formats.modelopt import E4M3, UNUSED
 from nanovllm.quantization.formats.mxfp4 import E8M0, e8m0
 from nanovllm.quantization.packed import PackedScheme, nibbles
-from nanovllm.quantization.quant_config import QuantConfig
+from nanovllm.quantization.quant_config import QuantConfig, check_unread
 from nanovllm.quantization.scaled import QuantScheme
 from nanovllm.utils.checks import check_choice
 
 SCALE_NAME = "weight_scale"
-# With "group" and "dynamic", groups are not contiguous, because inputs were grouped in the order of their importance.
+# With True, "group" and "dynamic", groups are not contiguous: inputs were grouped in the order of their importance.
 # With "weight" and "static", this order was only the order of rounding.
-ORDERS = None, "weight", "static", "group", "dynamic"
+CONTIGUOUS = None, "weight", "static"
+ORDERS = *CONTIGUOUS, True, "group", "dynamic"
 
 
 def read_config(raw: dict, file: Path) -> QuantConfig:
     where = f"{file}: quantization_config"
-    read, dtypes = FORMATS[check_choice(f"{where}: format", raw.get("format"), FORMATS)]
+    read, dtypes = form = FORMATS[check_choice(f"{where}: format", raw.get("format"), FORMATS)]
+    same = [name for name in FORMATS if FORMATS[name] == form]  # names of the same format
+    check_unread(where, raw, {"transform_config": ({"config_groups": {}},)})
+    check_unread(f"{where}: sparsity_config", raw.get("sparsity_config") or {}, {"format": ("dense",)})
     check_choice(f"{where}: quantization_status", raw.get("quantization_status", "compressed"), ("compressed",))
     if raw.get("kv_cache_scheme") is not None:
         raise ValueError(f"{where}: kv_cache_scheme is not supported")
@@ -35,11 +39,15 @@ def read_config(raw: dict, file: Path) -> QuantConfig:
         raise ValueError(f"{where}: has no config_groups")
     schemes = []
     for name, group in groups.items():
+        if not isinstance(group, dict):  # the schema also allows a list of targets, of a scheme with this name
+            raise ValueError(f"{where}: config_groups: {name}={group!r:.80}: must be an object")
         place, weights = f"{where}: {name}", group.get("weights") or {}
         check_choice(f"{place}: weights: dynamic", weights.get("dynamic", False), (False,))
-        if dtypes != FP8_DTYPES and (activations := group.get("input_activations")):
+        check_unread(place, group, {"output_activations": (), "format": same})
+        if activations := group.get("input_activations"):
             # the format may quantize activations to 4 bits, but here they stay in 16 bits
-            check_choice(f"{place}: input_activations: num_bits", activations.get("num_bits"), (4,))
+            bits = 8 if dtypes == FP8_DTYPES else 4
+            check_choice(f"{place}: input_activations: num_bits", activations.get("num_bits", 8), (bits,))
         schemes.append((tuple(group.get("targets") or ()), read(weights, f"{place}: weights")))
     unused = (*UNUSED, ".weight_shape", ".activation_scale")
     return QuantConfig("compressed-tensors", tuple(schemes), tuple(raw.get("ignore") or ()), dtypes, unused)
@@ -52,7 +60,7 @@ def _read_fp8(weights: dict, where: str) -> QuantScheme:
     strategy = weights.get("strategy")
     check_choice(f"{where}: strategy", strategy, ("tensor", "channel", "block"))
     if strategy == "block":
-        return e4m3_scheme(*weights["block_structure"], SCALE_NAME)
+        return e4m3_scheme(*check_block(f"{where}: block_structure", weights.get("block_structure")), SCALE_NAME)
     return e4m3_scheme(1 if strategy == "channel" else None, None, SCALE_NAME)
 
 
@@ -65,7 +73,7 @@ def _read_int4(weights: dict, where: str) -> PackedScheme:
     tensors = [("weight_packed", "words", nibbles), (SCALE_NAME, "scales", torch.clone)]
     if not weights.get("symmetric", True):
         tensors.append(("weight_zero_point", "zeros", zeros))
-    if order in ("group", "dynamic"):
+    if order not in CONTIGUOUS:
         tensors.append(("weight_g_idx", "group_ids", torch.clone))
     return PackedScheme("int4", None if size == -1 else size, tuple(tensors))
 
@@ -76,6 +84,8 @@ def _read_fp4(group_size: int, *tensors: tuple[str, str, Callable], scale_dtype:
         check_choice(f"{where}: num_bits", weights.get("num_bits"), (4,))
         check_choice(f"{where}: symmetric", weights.get("symmetric", True), (True,))
         check_choice(f"{where}: group_size", weights.get("group_size"), (group_size,))
+        check_choice(f"{where}: strategy", weights.get("strategy") or "group", ("group", "tensor_group"))
+        check_choice(f"{where}: actorder", weights.get("actorder") or None, CONTIGUOUS)
         return PackedScheme("e2m1", group_size, (("weight_packed", "words", nibbles), *tensors), scale_dtype)
 
     return read

@@ -4,10 +4,11 @@ In Qwen3's FP8 checkpoints, for example, each 128 x 128 block has a scale.
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from nanovllm.quantization.quant_config import ALL, QuantConfig
+from nanovllm.quantization.quant_config import ALL, QuantConfig, check_unread
 from nanovllm.quantization.scaled import QuantScheme
 from nanovllm.utils.checks import check_choice
 
@@ -26,17 +27,23 @@ def config_on_load() -> QuantConfig:
     return QuantConfig("fp8", (((ALL,), e4m3_scheme(1, None)),))
 
 
+def check_block(name: str, block: Any) -> list[int]:
+    """Return the numbers of rows and columns of a block."""
+    if isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block):
+        return block
+    raise ValueError(f"{name}={block!r:.80}: must be two positive integers")
+
+
 def read_config(raw: dict, file: Path) -> QuantConfig:
     where = f"{file}: quantization_config"
+    check_unread(where, raw, {"modules_to_convert": (), "expert_dtype": ("fp8",)})
     check_choice(f"{where}: activation_scheme", raw.get("activation_scheme", "dynamic"), ("dynamic", "static"))
     check_choice(f"{where}: fmt", raw.get("fmt") or "e4m3", ("e4m3", "float8_e4m3fn"))
     check_choice(f"{where}: scale_fmt", raw.get("scale_fmt") or "float", ("float",))
     block = raw.get("weight_block_size")
     if block is None:  # a scale for a whole weight
         scheme = e4m3_scheme(None, None, "weight_scale")
-    elif isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block):
-        scheme = e4m3_scheme(*block, "weight_scale_inv")
     else:
-        raise ValueError(f"{where}: weight_block_size={block!r}: must be two positive integers")
+        scheme = e4m3_scheme(*check_block(f"{where}: weight_block_size", block), "weight_scale_inv")
     ignore = raw.get("modules_to_not_convert") or raw.get("ignored_layers") or ()
     return QuantConfig("fp8", (((ALL,), scheme),), tuple(ignore), ("F8_E4M3",))

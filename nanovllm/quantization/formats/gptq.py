@@ -8,22 +8,30 @@ from pathlib import Path
 
 import torch
 
-from nanovllm.quantization.formats.awq import GROUP_SIZES
+from nanovllm.quantization.formats.awq import GROUP_SIZES, UNREAD
 from nanovllm.quantization.packed import PackedScheme, nibbles
-from nanovllm.quantization.quant_config import ALL, QuantConfig
+from nanovllm.quantization.quant_config import ALL, QuantConfig, check_unread
 from nanovllm.utils.checks import check_choice
 
 
 def read_config(raw: dict, file: Path) -> QuantConfig:
     where = f"{file}: quantization_config"
     check_choice(f"{where}: bits", raw.get("bits"), (4,))
-    check_choice(f"{where}: lm_head", raw.get("lm_head", False), (False,))
-    version = check_choice(f"{where}: checkpoint_format", raw.get("checkpoint_format") or "gptq", ("gptq", "gptq_v2"))
+    check_unread(where, raw, UNREAD | {"is_marlin_format": ()})
+    # two names of one entry: the newer one, and the one that older readers know
+    versions = {name: str(raw[name]).lower() for name in ("format", "checkpoint_format") if raw.get(name)}
+    for name, version in versions.items():
+        check_choice(f"{where}: {name}", version, ("gptq", "gptq_v2"))
+    if len(set(versions.values())) > 1:
+        raise ValueError(
+            f"{where}: format={raw['format']!r}: contradicts checkpoint_format={raw['checkpoint_format']!r}"
+        )
+    read_zeros = zeros if "gptq_v2" in versions.values() else zeros_less_one
     group = check_choice(f"{where}: group_size", raw.get("group_size"), GROUP_SIZES)
     has_order = check_choice(f"{where}: desc_act", raw.get("desc_act", False), (False, True)) and group != -1
     tensors = (
         ("qweight", "words", codes_of_inputs),
-        ("qzeros", "zeros", zeros if version == "gptq_v2" else zeros_less_one),
+        ("qzeros", "zeros", read_zeros),
         ("scales", "scales", torch.t),
         ("g_idx", "group_ids" if has_order else "contiguous", torch.clone),
     )
@@ -35,7 +43,9 @@ def read_config(raw: dict, file: Path) -> QuantConfig:
     ignore = tuple(f"re:{rule[2:]}" for rule in rules) + tuple(raw.get("modules_to_not_convert") or ())
     blocks = raw.get("modules_in_block_to_quantize") or ()
     targets = tuple(name for block in blocks for name in ([block] if isinstance(block, str) else block)) or (ALL,)
-    return QuantConfig("gptq", ((targets, scheme),), ignore, ("I32",))
+    # AutoGPTQ stored a bias of 0 for each layer without a bias, and group ids as int64
+    optional = () if has_order else (".g_idx",)
+    return QuantConfig("gptq", ((targets, scheme),), ignore, ("I32", "I64"), optional=optional, zero=(".bias",))
 
 
 def codes_of_inputs(packed: torch.Tensor) -> torch.Tensor:

@@ -11,12 +11,14 @@ import torch
 
 from nanovllm.quantization.formats.fp8 import e4m3_scheme
 from nanovllm.quantization.packed import PackedScheme, nibbles
-from nanovllm.quantization.quant_config import ALL, QuantConfig
+from nanovllm.quantization.quant_config import ALL, QuantConfig, check_unread
 from nanovllm.utils.checks import check_choice, read_json
 
 # fixed scales of activations and of the KV cache, both of which stay unquantized
 UNUSED = ".input_scale", ".input_global_scale", ".k_scale", ".v_scale"
 E4M3 = torch.float8_e4m3fn
+# of other algorithms: tensors that change the inputs of a layer or add to its outputs, and layers of several formats
+UNREAD = {"has_zero_point": (), "pre_quant_scale": (), "lora_rank": (), "quantized_layers": ()}
 
 
 def read_file(file: Path) -> QuantConfig | None:
@@ -34,12 +36,22 @@ def read_config(raw: dict, file: Path) -> QuantConfig:
 def _read(raw: dict, where: str) -> QuantConfig:
     """Read the description of a quantization. Errors begin with `where`."""
     check_choice(f"{where}: quant_algo", algorithm := raw.get("quant_algo"), ("NVFP4", "FP8"))
+    check_unread(where, raw, UNREAD)
+    bits, sizes = (8, (None,)) if algorithm == "FP8" else (4, (None, 16))
+    check_choice(f"{where}: group_size", raw.get("group_size") or None, sizes)
+    for name, group in (raw.get("config_groups") or {}).items():  # what the algorithm says, in other words
+        place, weights = f"{where}: {name}", group.get("weights") or {}
+        check_unread(place, group, UNREAD | {"output_activations": ()})
+        check_choice(f"{place}: weights: num_bits", weights.get("num_bits", bits), (bits,))
+        check_choice(f"{place}: weights: type", weights.get("type", "float"), ("float",))
+        check_choice(f"{place}: weights: group_size", weights.get("group_size"), sizes)
+        activations = group.get("input_activations") or {}
+        check_choice(f"{place}: input_activations: num_bits", activations.get("num_bits", bits), (bits,))
     names = raw.get("ignore") or raw.get("exclude_modules") or ()  # with wildcards as in file names
     ignore = tuple(f"re:{fnmatch.translate(name)}" if "*" in name else name for name in names)
     if algorithm == "FP8":
         scheme = e4m3_scheme(None, None, "weight_scale")
         return QuantConfig("modelopt", (((ALL,), scheme),), ignore, ("F8_E4M3",), UNUSED)
-    check_choice(f"{where}: group_size", raw.get("group_size", 16), (16,))
     tensors = (
         ("weight", "words", nibbles),
         ("weight_scale", "scales", torch.clone),
