@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Barrier, Thread, current_thread
 from time import sleep
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -32,6 +33,7 @@ from nanovllm.vision import image_prompts, image_urls
 from nanovllm.vision.image_budget import cost_of_image
 from nanovllm.vision.image_reader import ImageReader
 from nanovllm.vision.prompt_images import PromptImages, images_in
+from nanovllm.vision.tower import VisionTower
 from nanovllm.vision.vision_runner import ImageStore, vision_runner
 
 Image = pytest.importorskip("PIL.Image")
@@ -257,6 +259,64 @@ def test_pixels_are_those_of_transformers(make_vision):
         theirs = processor(images=[image], return_tensors="pt")
         assert torch.equal(ours["image_grid_thw"], theirs["image_grid_thw"])
         torch.testing.assert_close(ours["pixel_values"], theirs["pixel_values"])
+
+
+def test_files_of_image_processors(checkpoint, tmp_path):
+    """The files of transformers 4 and 5, with every entry that changes the tower's inputs."""
+    kind = getattr(transformers, "Qwen2VLImageProcessorPil" if V5 else "Qwen2VLImageProcessor")
+    image = picture(61, 43)
+    (tmp_path / "config.json").write_text(Path(checkpoint("qwen3_vl")[0], "config.json").read_text())
+    old, new = tmp_path / "preprocessor_config.json", tmp_path / "processor_config.json"
+
+    def read():
+        vision = ModelConfig.read(tmp_path).vision
+        reader = ImageReader(SimpleNamespace(model_config=SimpleNamespace(vision=vision)))
+        pixels = torch.frombuffer(bytearray(reader.read(image).pixels), dtype=torch.uint8).view(-1, 3, 4, 4)
+        return VisionTower._normalized(VisionTower(vision), pixels).unsqueeze(2).expand(-1, -1, 2, -1, -1).flatten(1)
+
+    def expected():
+        return kind.from_pretrained(tmp_path)(images=[image], return_tensors="pt")["pixel_values"]
+
+    published = read()
+    sizes = dict(patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 1024})
+    for entries in (
+        sizes,
+        sizes | dict(image_mean=[0.1, 0.2, 0.3], image_std=[0.2, 0.3, 0.4], min_pixels=2000, max_pixels=3000),
+        sizes | dict(resample=2, rescale_factor=0.01, image_mean=[0.0] * 3),
+        sizes | dict(do_normalize=False, resample=0),
+        sizes | dict(do_rescale=False, image_mean=[100.0] * 3, image_std=[50.0] * 3),
+        {"patch_size": 4},
+    ):
+        old.write_text(json.dumps(entries))
+        found = read()
+        torch.testing.assert_close(found, expected(), rtol=1e-5, atol=1e-5)
+        assert found.shape != published.shape or not torch.equal(found, published)
+    if V5:  # earlier versions do not read the file
+        new.write_text(json.dumps({"processor_class": "Qwen3VLProcessor"}))
+        torch.testing.assert_close(read(), expected(), rtol=1e-5, atol=1e-5)  # from the other file
+        new.write_text(json.dumps({"image_processor": sizes | {"image_mean": [0.3] * 3}}))
+        assert read().shape != found.shape
+        torch.testing.assert_close(read(), expected(), rtol=1e-5, atol=1e-5)
+    for file, wrap in ((old, lambda entries: entries), (new, lambda entries: {"image_processor": entries})):
+        new.unlink(missing_ok=True)
+        for name, value, bound in [
+            ("do_resize", False, "must be one of True"),
+            ("patch_size", 8, "must be one of 4"),
+            ("merge_size", 4, "must be one of 2"),
+            ("temporal_patch_size", 1, "must be one of 2"),
+            ("resample", 9, "must be at most 5"),
+            ("rescale_factor", 0.0, "must be at least 1e-06"),
+            ("do_normalize", "no", "must be True or False"),
+            ("size", 5, "must be an object"),
+            ("image_mean", 0.5, "must be a list of 3 numbers"),
+        ]:
+            file.write_text(json.dumps(wrap({name: value})))
+            match = f"{file.name}: (image_processor: )?{name}={value!r}: {bound}"
+            with pytest.raises((TypeError, ValueError), match=match):
+                ModelConfig.read(tmp_path)
+    new.write_text(json.dumps({"image_processor": 5}))
+    with pytest.raises(TypeError, match="processor_config.json: image_processor=5: must be an object"):
+        ModelConfig.read(tmp_path)
 
 
 # -- the engine --------------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ class ImageReader:
             height, width = smart_resize(*sizes)
         except ValueError as error:  # the sides differ too much
             raise ValueError(f"image: has {image.width} x {image.height} pixels: {error}") from error
-        pixels = np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
+        pixels = np.asarray(image.resize((width, height), vision.resample))
         shape, n, size = (height // square, width // square), vision.merge_size, vision.patch_size
         squares = pixels.reshape(shape[0], n, size, shape[1], n, size, 3)
         patches = squares.transpose(0, 3, 1, 4, 6, 2, 5).tobytes()
