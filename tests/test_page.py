@@ -143,6 +143,7 @@ class Clockwork(SimulatedEngine):
             swap_space=0,
             num_block_tables=1,
             cache_window=0,
+            model_config=SimpleNamespace(vision=None),
             **sizes,
         )
         for i in range(num_seqs):
@@ -276,6 +277,24 @@ def test_page_is_closed_to_the_outside():
         (text,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
         assert f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}" in content_security_policy(is_live=True)
     assert "unsafe" not in page.split("</head>")[0]
+
+
+def test_pictures_can_be_added_if_the_model_takes_images():
+    """The page learns this from a key frame. It offers the formats that the engine reads, and may show them."""
+    reader, page = pytest.importorskip("nanovllm.vision.image_reader"), render_page()
+    (accepted,) = re.findall(r'<input id="files" type="file" multiple accept="([^"]*)" hidden>', page)
+    assert accepted.split(",") == [f"image/{kind.lower()}" for kind in ("PNG", "JPEG", "WEBP", "GIF")]
+    assert {kind.removeprefix("image/").upper() for kind in accepted.split(",")} == {*reader.WEB_FORMATS}
+    assert re.search(r'<button id="attach" type="button"[^>]* hidden>', page)  # until the key frame has arrived
+    assert 'byId("attach").hidden = !engine.takes_images' in page
+    assert "img-src data:;" in content_security_policy(is_live=True)
+    for vision in (None, object()):
+        engine = Clockwork(num_seqs=1, num_blocks=100)
+        engine.config.model_config.vision = vision
+        recorder = StepRecorder(engine)
+        recorder.start()
+        engine.step()
+        assert recorder.frames_since(0)[0][0]["key"]["takes_images"] == (vision is not None)
 
 
 # -- the stream --------------------------------------------------------------------------------------------------------
@@ -781,6 +800,45 @@ def test_chat_in_a_browser(whole_server, browser):
     # a new beginning has the hints again
     browser.run("byId('clear').click()")
     assert browser.run("document.querySelectorAll('.tries button').length") == 4 and not browser.run("turns.length")
+    assert browser.problems[num_problems:] == []
+
+
+@pytest.mark.browser
+def test_pictures_in_a_browser(whole_server, browser):
+    """They are added, shown, removed, sent as data URLs, and edited; other files are refused."""
+    num_problems = len(browser.problems)
+    shown = "[...byId('pictures').querySelectorAll('img')].map((node) => node.alt)"
+    file = "(name, type) => new File([new Uint8Array([71, 73, 70])], name, {type})"
+    browser.set_window(1440, 900, prefers_color_scheme="light")
+    browser.open(whole_server)
+    browser.wait_for("player.view !== null")
+    assert browser.run("byId('attach').hidden && byId('files').hidden")  # the model takes no images
+    browser.run(f"byId('attach').hidden = false; make = {file}; 0")
+    browser.run("attach([make('a.gif', 'image/gif'), make('b.png', 'image/png')])")
+    assert browser.run(shown) == ["a.gif", "b.png"]
+    browser.run("attach([make('c.txt', 'text/plain')])")
+    assert browser.run("byId('problem').textContent") == "c.txt: must be a PNG, JPEG, WebP or GIF file."
+    browser.run("byId('pictures').querySelector('[aria-label=\"Remove a.gif\"]').click()")
+    assert browser.run(shown) == ["b.png"] and browser.run("document.activeElement.id") == "attach"
+    event = "{preventDefault() { prevented = true; }}"
+    for types, is_taken in ((["Files"], True), (["Files", "text/plain"], False), (["text/plain"], False)):
+        data = f"{{types: {json.dumps(types)}, files: [make('d.webp', 'image/webp')]}}"
+        browser.run(f"prevented = false; receiveFiles({event}, {data}); 0")
+        assert browser.run("prevented") == is_taken
+    browser.wait_for("pictures.length === 2")
+    body = "sent = body.messages.at(-1).content"
+    browser.run(f"request = async (path, body, signal, onChunk) => {{ {body}; }}; send('What is this?')")
+    assert browser.run("sent") == [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,R0lG"}},
+        {"type": "image_url", "image_url": {"url": "data:image/webp;base64,R0lG"}},
+        {"type": "text", "text": "What is this?"},
+    ]
+    assert browser.run(shown) == [] and browser.run("document.querySelectorAll('.from-user img').length") == 2
+    browser.run("edit(0)")
+    assert browser.run(shown) == ["b.png", "d.webp"]
+    browser.run("byId('clear').click(); send('Hi')")
+    assert browser.run("sent") == "Hi" and browser.run("document.querySelectorAll('img').length") == 0
+    browser.run("byId('clear').click()")
     assert browser.problems[num_problems:] == []
 
 

@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Barrier, Thread, current_thread
 from time import sleep
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -28,10 +29,11 @@ from test_states import poison
 from nanovllm import BeamSearchParams, LoRARequest, SamplingParams
 from nanovllm.models import ModelConfig, make_model
 from nanovllm.utils.loader import load_model
-from nanovllm.vision import image_prompts, image_urls
+from nanovllm.vision import image_parts, image_prompts, image_urls
 from nanovllm.vision.image_budget import cost_of_image
 from nanovllm.vision.image_reader import ImageReader
 from nanovllm.vision.prompt_images import PromptImages, images_in
+from nanovllm.vision.tower import VisionTower
 from nanovllm.vision.vision_runner import ImageStore, vision_runner
 
 Image = pytest.importorskip("PIL.Image")
@@ -257,6 +259,64 @@ def test_pixels_are_those_of_transformers(make_vision):
         theirs = processor(images=[image], return_tensors="pt")
         assert torch.equal(ours["image_grid_thw"], theirs["image_grid_thw"])
         torch.testing.assert_close(ours["pixel_values"], theirs["pixel_values"])
+
+
+def test_files_of_image_processors(checkpoint, tmp_path):
+    """The files of transformers 4 and 5, with every entry that changes the tower's inputs."""
+    kind = getattr(transformers, "Qwen2VLImageProcessorPil" if V5 else "Qwen2VLImageProcessor")
+    image = picture(61, 43)
+    (tmp_path / "config.json").write_text(Path(checkpoint("qwen3_vl")[0], "config.json").read_text())
+    old, new = tmp_path / "preprocessor_config.json", tmp_path / "processor_config.json"
+
+    def read():
+        vision = ModelConfig.read(tmp_path).vision
+        reader = ImageReader(SimpleNamespace(model_config=SimpleNamespace(vision=vision)))
+        pixels = torch.frombuffer(bytearray(reader.read(image).pixels), dtype=torch.uint8).view(-1, 3, 4, 4)
+        return VisionTower._normalized(VisionTower(vision), pixels).unsqueeze(2).expand(-1, -1, 2, -1, -1).flatten(1)
+
+    def expected():
+        return kind.from_pretrained(tmp_path)(images=[image], return_tensors="pt")["pixel_values"]
+
+    published = read()
+    sizes = dict(patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 1024})
+    for entries in (
+        sizes,
+        sizes | dict(image_mean=[0.1, 0.2, 0.3], image_std=[0.2, 0.3, 0.4], min_pixels=2000, max_pixels=3000),
+        sizes | dict(resample=2, rescale_factor=0.01, image_mean=[0.0] * 3),
+        sizes | dict(do_normalize=False, resample=0),
+        sizes | dict(do_rescale=False, image_mean=[100.0] * 3, image_std=[50.0] * 3),
+        {"patch_size": 4},
+    ):
+        old.write_text(json.dumps(entries))
+        found = read()
+        torch.testing.assert_close(found, expected(), rtol=1e-5, atol=1e-5)
+        assert found.shape != published.shape or not torch.equal(found, published)
+    if V5:  # earlier versions do not read the file
+        new.write_text(json.dumps({"processor_class": "Qwen3VLProcessor"}))
+        torch.testing.assert_close(read(), expected(), rtol=1e-5, atol=1e-5)  # from the other file
+        new.write_text(json.dumps({"image_processor": sizes | {"image_mean": [0.3] * 3}}))
+        assert read().shape != found.shape
+        torch.testing.assert_close(read(), expected(), rtol=1e-5, atol=1e-5)
+    for file, wrap in ((old, lambda entries: entries), (new, lambda entries: {"image_processor": entries})):
+        new.unlink(missing_ok=True)
+        for name, value, bound in [
+            ("do_resize", False, "must be one of True"),
+            ("patch_size", 8, "must be one of 4"),
+            ("merge_size", 4, "must be one of 2"),
+            ("temporal_patch_size", 1, "must be one of 2"),
+            ("resample", 9, "must be at most 5"),
+            ("rescale_factor", 0.0, "must be at least 1e-06"),
+            ("do_normalize", "no", "must be True or False"),
+            ("size", 5, "must be an object"),
+            ("image_mean", 0.5, "must be a list of 3 numbers"),
+        ]:
+            file.write_text(json.dumps(wrap({name: value})))
+            match = f"{file.name}: (image_processor: )?{name}={value!r}: {bound}"
+            with pytest.raises((TypeError, ValueError), match=match):
+                ModelConfig.read(tmp_path)
+    new.write_text(json.dumps({"image_processor": 5}))
+    with pytest.raises(TypeError, match="processor_config.json: image_processor=5: must be an object"):
+        ModelConfig.read(tmp_path)
 
 
 # -- the engine --------------------------------------------------------------------------------------------------------
@@ -592,6 +652,16 @@ def test_forms_of_images(make_vision, tmp_path):
         {"type": "input_image", "image_url": data_url(image)},
         {"type": "image", "image": image},
         {"type": "image_pil", "image_pil": image},
+        {"type": "image", "image": as_bytes(image)},
+        {"type": "image", "image": np.asarray(image), "path": None},
+        {"type": "image", "image": str(tmp_path / "a picture.png")},
+        {"type": "image", "image": tmp_path / "a picture.png"},
+        {"type": "image", "image": data_url(image)},
+        {"type": "image", "path": str(tmp_path / "a picture.png")},
+        {"type": "image", "path": tmp_path / "a picture.png"},
+        {"type": "image", "base64": base64.encodebytes(as_bytes(image)).decode()},
+        {"type": "image", "base64": data_url(image)},
+        {"type": "image", "url": f"file://{tmp_path}/a%20picture.png"},
     ]
     chats = [[{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}] for part in parts]
     outputs += llm.chat(chats, params) + llm.generate(chats, params)
@@ -599,6 +669,77 @@ def test_forms_of_images(make_vision, tmp_path):
     assert outputs[0].prompt_token_ids.count(PAD_ID) > 10
     events = [*llm.stream(chats[0], params)]
     assert [x for event in events for x in event.token_ids] == outputs[0].outputs[0].token_ids
+
+
+def test_sizes_for_one_image(make_vision, checkpoint, monkeypatch):
+    """`detail`, `min_pixels` and `max_pixels` scale an image; what has other pixels shares no block."""
+    monkeypatch.setattr(image_parts, "LOW_DETAIL", 1024)
+    llm, image = make_vision(), picture(50, 30)
+    reference = Reference(checkpoint("qwen3_vl")[1], llm)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=0)
+    before, url = {"type": "text", "text": "x" * 40}, {"url": data_url(image)}
+    sizes = [
+        ({"type": "image", "image": image}, 24),
+        ({"type": "image_url", "image_url": url | {"detail": "high"}}, 24),
+        ({"type": "image_url", "image_url": url | {"detail": "low"}}, 15),
+        ({"type": "input_image", "image_url": data_url(image), "detail": "low"}, 15),
+        ({"type": "image", "image": image, "detail": "low", "max_pixels": 2**14, "min_pixels": 2**13}, 15),
+        ({"type": "image", "image": image, "max_pixels": 640}, 8),
+        ({"type": "image", "image": image, "min_pixels": 6400}, 104),
+        ({"type": "image", "image": image, "min_pixels": 1, "max_pixels": 1}, 1),  # below the engine's minimum
+    ]
+    chats = [[{"role": "user", "content": [before, part]}] for part, _ in sizes]
+    alone = [llm.chat(chat, params, use_tqdm=False)[0] for chat in chats]
+    reference.check(chats, alone)
+    assert [output.prompt_token_ids.count(PAD_ID) for output in alone] == [size for _, size in sizes]
+    shared = alone[0].prompt_token_ids.index(PAD_ID) // 16 * 16
+    hits = [output.num_cached_tokens for output in alone]
+    assert shared > 0 and hits[0] == 0 and hits[2] == hits[5] == hits[6] == hits[7] == shared
+    assert min(hits[1], hits[3], hits[4]) > shared
+    together = llm.chat(chats, params, use_tqdm=False)
+    assert [output.prompt_token_ids for output in together] == [output.prompt_token_ids for output in alone]
+    prompt = {"prompt": f"a{PAD}", "multi_modal_data": {"image": image}, "mm_processor_kwargs": {"max_pixels": 640}}
+    for output in llm.generate([prompt, prompt | {"prompt": "b" + PAD}], params, use_tqdm=False):
+        assert output.prompt_token_ids.count(PAD_ID) == 8
+
+
+@pytest.mark.parametrize(
+    "part, kind, match",
+    [
+        ({"type": "image"}, ValueError, "an image part has no image: must have one of image, path, base64, url"),
+        ({"type": "image", "image": b"", "url": "x"}, ValueError, "has image and url: must have one of"),
+        ({"type": "image", "image": b"", "resized_height": 9}, TypeError, "entry of an image part 'resized_height'"),
+        ({"type": "image_url", "image_url": {"url": "x", "detial": "low"}}, TypeError, "did you mean 'detail'"),
+        ({"type": "image_url", "image_url": Path("x")}, TypeError, "messages: image='x': is a path: must be a URL"),
+        ({"type": "image_url", "image_url": "/x"}, ValueError, "must be a data:, file:, http: or https: URL"),
+        ({"type": "image", "url": "/x"}, ValueError, "must be a data:, file:, http: or https: URL"),
+        ({"type": "image", "path": 5}, TypeError, "messages: path=5: must be a string"),
+        ({"type": "image", "base64": b"x"}, TypeError, "messages: base64=b'x': must be a string"),
+        ({"type": "image", "base64": "%"}, ValueError, "is not valid base64"),
+        ({"type": "image", "image": "none.png"}, ValueError, "image='none.png': can't be read .No such file"),
+        ({"type": "image", "image": "file:///x"}, ValueError, "files are read only with the setting"),
+        ({"type": "image", "image": b"", "detail": 1}, ValueError, "messages: detail=1: must be one of 'auto', 'low'"),
+        ({"type": "image", "image": b"", "min_pixels": 0}, ValueError, "messages: min_pixels=0: must be at least 1"),
+        (
+            {"type": "image", "image": b"", "min_pixels": 9, "max_pixels": 8},
+            ValueError,
+            "min_pixels=9: must be at most 8",
+        ),
+        ({"type": "image", "image": b"", "max_pixels": 2**15}, ValueError, "max_pixels=32768: must be at most 16384"),
+        (
+            {"type": "video", "video": []},
+            ValueError,
+            "messages: content part of type 'video': videos are not supported",
+        ),
+        ({"type": "audio", "audio": ""}, ValueError, "messages: content part of type 'audio': audio is not supported"),
+        ({"type": "file", "file": ""}, ValueError, "messages: content part .*: must be text"),
+    ],
+)
+def test_wrong_parts(make_vision, part, kind, match):
+    llm, chat = make_vision(), [{"role": "user", "content": [part]}]
+    for prompts in ([chat], [chat, chat]):
+        with pytest.raises(kind, match=match):
+            llm.chat(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
 
 
 def test_images_of_several_prompts(make_vision, monkeypatch, tmp_path):
@@ -618,10 +759,10 @@ def test_images_of_several_prompts(make_vision, monkeypatch, tmp_path):
         outputs = llm.generate(prompts, params, use_tqdm=False)
         return [(output.prompt_token_ids, output.outputs[0].token_ids) for output in outputs]
 
-    def wait_and_cut(self, opened):
+    def wait_and_cut(self, opened, bounds):
         num_read.append(opened)
         together.wait()  # for another thread
-        return cut(self, opened)
+        return cut(self, opened, bounds)
 
     alone = [[answer for prompt in kind for answer in answers_of([prompt])] for kind in make_prompts()]
     monkeypatch.setattr(image_prompts, "available_cores", lambda: 4)
@@ -649,6 +790,8 @@ def test_vllm_prompts(checkpoint):
         (output,) = llm.generate(prompt, params, use_tqdm=False)
         (again,) = llm.generate(prompt, params, tokenization_kwargs={"add_special_tokens": False}, use_tqdm=False)
         assert output.prompt_token_ids == again.prompt_token_ids and output.prompt_token_ids.count(PAD_ID) == 24
+        (small,) = llm.generate(prompt | {"mm_processor_kwargs": {"max_pixels": 640}}, params, use_tqdm=False)
+        assert small.prompt_token_ids.count(PAD_ID) == 8
         parts = [{"type": "image_pil", "image_pil": image}, {"type": "text", "text": "What?"}]
         assert llm.chat([{"role": "user", "content": parts}], params)[0].prompt_token_ids.count(PAD_ID) == 24
 
@@ -750,6 +893,7 @@ def test_escaped_data():
     """Of a data: URL. Memory is bounded by the URL's length."""
     data = bytes(range(256)) * 2**10 + b"?"
     escaped = base64.b64encode(data).decode().replace("+", "%2B").replace("/", "%2f").replace("=", "%3d")
+    escaped = f"{escaped[:76]}\r\n{escaped[76:152]}%0d%0A{escaped[152:]}\n"
     tracemalloc.start()
     assert image_urls.fetch(f"data:image/png;base64,{escaped}", None, 2**20) == data
     with pytest.raises(ValueError, match="is not valid base64"):
@@ -939,6 +1083,32 @@ def test_all_apis(server, monkeypatch):
         assert count["input_tokens"] > expected.prompt_token_ids.count(PAD_ID)
         tokens = client.post("/tokenize", json={"messages": chat}).json()["tokens"]
         assert tokens == expected.prompt_token_ids
+        part = {"type": "image_url", "uuid": "1", "image_url": {"url": data_url(image), "detail": "auto", "x": 1}}
+        wrapped = data_url(image)[:22] + base64.encodebytes(as_bytes(image)).decode()  # with line breaks
+        for own, pixels, num_tokens in (
+            (part, None, 24),
+            ({"type": "image", "image": wrapped}, None, 24),
+            ({"type": "input_image", "image_url": wrapped.replace("\n", "\r\n")}, {}, 24),
+            (part | {"max_pixels": 640}, None, 8),
+            (part, {"max_pixels": 640}, 8),
+            (part | {"max_pixels": 64}, {"max_pixels": 640}, 1),
+            (part, {"min_pixels": 6400}, 104),
+        ):
+            content = [own, {"type": "text", "text": "What?"}]
+            body = {"messages": [{"role": "user", "content": content}], "mm_processor_kwargs": pixels}
+            tokens = client.post("/tokenize", json=body).json()["tokens"]
+            assert tokens.count(PAD_ID) == num_tokens, (own, pixels)
+        body = greedy | {"input": [{"role": "user", "content": parts}], "mm_processor_kwargs": {"max_pixels": 640}}
+        usage = client.post("/v1/responses", json=body | {"max_output_tokens": 16}).json()["usage"]
+        assert usage["input_tokens"] == len(expected.prompt_token_ids) - 24 + 8
+        for kind, match in (
+            ("input_video", "videos are not"),
+            ("input_audio", "audio is not"),
+            ("input_file", "must be"),
+        ):
+            body["input"] = [{"role": "user", "content": [parts[0], {"type": kind}]}]
+            answer = client.post("/v1/responses", json=body)
+            assert answer.status_code == 400 and match in answer.text
     assert not any(name.startswith("nanovllm-tokenizer") for name in threads) and len(threads) > 1
     server.wait_until_free()
 
@@ -957,7 +1127,14 @@ def test_wrong_requests(server):
         ([{"type": "image_url"}], {}, "must be a data:, file:, http: or https: URL"),
         ([image] * 3, {}, "has 3 images: must be at most 2"),
         ([image, {"type": "text", "text": PAD}], {}, "has 1 images and 2 times the placeholder"),
-        ([{"type": "video_url", "video_url": {"url": "x"}}], {}, "must be text"),
+        ([{"type": "video_url", "video_url": {"url": "x"}}], {}, "type 'video_url': videos are not supported"),
+        ([{"type": "input_audio", "input_audio": {}}, image], {}, "type 'input_audio': audio is not supported"),
+        ([{"type": "image", "image": __file__}], {}, "must be a data:, file:, http: or https: URL"),
+        ([{"type": "image_pil", "image_pil": __file__}], {}, "must be a data:, file:, http: or https: URL"),
+        ([{"type": "image", "path": __file__, "url": __file__}], {}, "must be a data:, file:, http: or https: URL"),
+        ([image | {"max_pixels": 2**14 + 1}], {}, "messages: max_pixels=16385: must be at most 16384"),
+        ([image | {"detail": "medium"}], {}, "messages: detail='medium': must be one of 'auto', 'low', 'high'"),
+        ([image], {"mm_processor_kwargs": {"fps": 1}}, "mm_processor_kwargs: a key='fps': must be one of 'min_pixels'"),
         ([image], {"truncate_prompt_tokens": 5}, "a prompt with images can't be cut"),
     ]
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
@@ -965,7 +1142,7 @@ def test_wrong_requests(server):
             messages = [{"role": "user", "content": content}]
             with pytest.raises(openai.BadRequestError, match=match) as error:
                 client.chat.completions.create(model="tiny-qwen3", messages=messages, extra_body=extra)
-            assert error.value.param in ("messages", "truncate_prompt_tokens"), error.value
+            assert error.value.param in ("messages", *extra), error.value
         messages = [{"role": "user", "content": [image]}]
         extra = {"chat_template_kwargs": {"thinking_budget": 4096}}
         client.chat.completions.create(model="tiny-qwen3", messages=messages, max_tokens=1, extra_body=extra)

@@ -193,7 +193,8 @@ class LLM(PoolingCalls):
     def _prompt(self, prompt: Any, add_special_tokens: bool = True, truncate_prompt_tokens: int | None = None) -> Any:
         """Drop unused keys from a prompt, and tokenize or truncate the prompt if the arguments require it."""
         if isinstance(prompt, dict):
-            prompt = select("key of a prompt", prompt, (*PROMPT_KEYS, "multi_modal_data"), UNUSED)
+            of_images = ("mm_processor_kwargs",) if prompt.get("multi_modal_data") else ()
+            prompt = select("key of a prompt", prompt, (*PROMPT_KEYS, "multi_modal_data", *of_images), UNUSED)
         given_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
         if self.skip_tokenizer_init and isinstance(given_ids, str | None):
             raise ValueError(f"prompt={prompt!r:.80}: must have token ids, because of `skip_tokenizer_init=True`")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, TemplateError, nodes
 
 from nanovllm.reasoning.formats import HARMONY
+from nanovllm.requests.content_parts import IMAGE_PART, problem_with
 from nanovllm.requests.request import Message
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})  # a template may name more
@@ -21,7 +22,6 @@ REASONING = "reasoning_content", "reasoning", "thinking"  # names of a message's
 PART_FILTERS = {"map", "select", "selectattr", "reject", "rejectattr"}  # filters that iterate over items
 TYPE_TESTS = {"string", "mapping", "sequence", "iterable"}
 MAX_CHARACTERS = 2**17  # longer templates are not parsed, because clients can send templates
-IMAGE_PART = {"type": "image"}  # takes the place of an image: see vision/image_prompts.py
 MAX_COPIES = 16  # the longest chain of variables through which an entry is copied
 GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")  # a tag of transformers that does not matter here
 
@@ -108,6 +108,8 @@ class TemplateForms(NamedTuple):
 
 
 def _text_part(part: Any) -> dict[str, Any]:
+    if (problem := problem_with(part)) is not None:
+        raise ValueError(f"messages: {problem}")
     entry = {"type": "text", "text": part} if isinstance(part, str) else part
     if not isinstance(entry, Mapping) or entry.get("type") != "text" or not isinstance(entry.get("text"), str):
         raise ValueError(f"messages: content part {part!r:.80}: must be text, as {{'type': 'text', 'text': ...}}")

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from nanovllm.requests.content_parts import is_image
 from nanovllm.requests.request import Message, Prompt
 
 if TYPE_CHECKING:
@@ -60,26 +61,12 @@ def is_conversation(value: object) -> TypeGuard[list[Message]]:
     )
 
 
-def image_source(part: Any) -> Any:
-    """Return the image or URL in a part of a message's content, or None if the part is not an image.
-
-    The types of image parts are "image_url" (OpenAI), "input_image" (OpenAI's Responses), "image" (transformers) and
-    "image_pil" (vLLM).
-    """
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind in ("image_url", "input_image"):
-        url = part.get("image_url")
-        url = url.get("url") if isinstance(url, Mapping) else url
-        return "" if url is None else url
-    return part.get(kind, part.get("url", "")) if kind in ("image", "image_pil") else None
-
-
 def has_images(prompt: Any) -> bool:
     if isinstance(prompt, Mapping):
         data = prompt.get("multi_modal_data")
         return not (data is None or (isinstance(data, Mapping) and not data))
     contents = (message.get("content") for message in prompt) if is_conversation(prompt) else ()
-    return any(image_source(part) is not None for x in contents if isinstance(x, (list, tuple)) for part in x)
+    return any(is_image(part) for x in contents if isinstance(x, (list, tuple)) for part in x)
 
 
 def read_images(prompts: list, processor: "InputProcessor") -> list:

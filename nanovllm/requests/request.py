@@ -23,6 +23,7 @@ class TokensPrompt(TypedDict, total=False):
     prompt_token_ids: list[int]
     prompt: str  # the text, if the caller knows it
     multi_modal_data: Any  # {"image": an image or a list of images}: see vision/image_reader.py
+    mm_processor_kwargs: Any  # {"min_pixels": ..., "max_pixels": ...}, for the images of this prompt
 
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt | list[Message]

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.requests import prompts
+from nanovllm.requests.content_parts import image_entries, is_image
 from nanovllm.requests.stream_event import StreamEvent
 from nanovllm.serve.answer_formats import Formats
 from nanovllm.serve.answers import Answer, encoded, logprob_value
@@ -16,14 +17,19 @@ from nanovllm.serve.harmony_parser import HarmonyParser
 from nanovllm.serve.protocol import ChatBody, ChatFields, Message, NamedToolChoice
 from nanovllm.serve.reasoning_parser import ReasoningParser, make_reasoning_parser
 from nanovllm.serve.tool_parsers import PARSERS, Part, ToolCall, ToolParser, WholeParser, parsed
+from nanovllm.vision.image_parts import LIMITS
+from nanovllm.vision.vision_config import check_pixels
 
 TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "documents", "chat_template")
 
 
 def conversation(body: ChatFields) -> list[prompts.Message]:
-    """Return the client's messages, with tool calls converted to OpenAI's newer form."""
-    sent = body.as_sent("messages")
-    return [_message(message, sent[i], i) for i, message in enumerate(body.messages)]
+    """Return the client's messages, with tool calls converted to OpenAI's newer form, and images to `image_url`.
+
+    Raises TypeError or ValueError for invalid `mm_processor_kwargs`.
+    """
+    sent, pixels = body.as_sent("messages"), check_pixels("mm_processor_kwargs", body.mm_processor_kwargs or {})
+    return [_message(message, sent[i], i, pixels) for i, message in enumerate(body.messages)]
 
 
 def template_arguments(
@@ -209,15 +215,31 @@ class ChatAnswer(Answer):
         return {"token": token, "logprob": logprob_value(logprob), "bytes": [*data]}
 
 
-def _message(message: Message, sent: dict[str, Any], index: int) -> dict[str, Any]:
-    """Return a message as it was sent, but convert calls from OpenAI's older form to the newer form."""
+def _message(message: Message, sent: dict[str, Any], index: int, pixels: Mapping[str, int]) -> dict[str, Any]:
+    """Return a message as it was sent, but convert images, and calls from OpenAI's older form to the newer form.
+
+    `pixels` are the defaults of an image's `min_pixels` and `max_pixels`.
+    """
     plain = dict(sent)
+    if isinstance(content := plain.get("content"), list):
+        plain["content"] = [_image_part(part, pixels) if is_image(part) else part for part in content]
     old_call, calls, name = plain.pop("function_call", None), message.tool_calls, "tool_calls"
     if old_call is not None and not calls:
         calls, name = [{"type": "function", "function": old_call}], "function_call"
     if calls:
         plain["tool_calls"] = [_checked_call(call, f"messages[{index}].{name}") for call in calls]
     return plain
+
+
+def _image_part(part: Mapping[str, Any], pixels: Mapping[str, int]) -> dict[str, Any]:
+    """Return an image part without unknown entries.
+
+    Its type is `image_url`, in which a string is never a path, so that no request reads a file by its path.
+    """
+    entries = {**pixels, **image_entries(part)}
+    url = next((entries[name] for name in ("image_url", part["type"], "url") if name in entries), "")
+    limits = {name: entries[name] for name in LIMITS if name in entries}
+    return {"type": "image_url", "image_url": url, **limits}
 
 
 def _text(content: str | list[dict[str, Any]] | None) -> str:

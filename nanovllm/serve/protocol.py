@@ -238,6 +238,7 @@ class ChatFields(TextBody):
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template: str | None = None
     documents: Dicts | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None  # an extension of vLLM: min_pixels, max_pixels
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
 

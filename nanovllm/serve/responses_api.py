@@ -8,7 +8,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic import Field
 
 from nanovllm.features.logprobs import check_num_logprobs
-from nanovllm.requests.prompts import image_source
+from nanovllm.requests.content_parts import is_image, problem_with
 from nanovllm.sampling_params import MAX_INT
 from nanovllm.serve.answers import dump_json
 from nanovllm.serve.errors import ApiError, about, require
@@ -40,6 +40,7 @@ class ResponsesBody(GenerationBody):
     top_logprobs: int = Field(0, ge=-1)
     truncation: Literal["auto", "disabled"] = "disabled"
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     # these fields would change the answer, and are not supported
     background: Annotated[Any, only(False)] = False
     conversation: Annotated[Any, only()] = None
@@ -188,15 +189,17 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _content(content: Any, index: int) -> str | list[dict[str, Any]]:
     """Return a chat message's content: a list of parts if there are images or several texts, else a string."""
-    if isinstance(content, list) and any(image_source(part) is not None for part in content):
+    if isinstance(content, list) and any(map(is_image, content)):
         as_text = lambda part: {"type": "text", "text": _texts([part], index)[0]}
-        return [as_text(part) if image_source(part) is None else part for part in content]
+        return [part if is_image(part) else as_text(part) for part in content]
     texts = _texts(content, index)
     return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
 
 
 def _texts(content: Any, index: int) -> list[str]:
     parts = content if isinstance(content, list) else [] if content is None else [{"text": content}]
+    for problem in filter(None, map(problem_with, parts)):
+        raise ApiError(400, f"input[{index}]: {problem}", "input")
     texts: list[Any] = [part.get("text", part.get("refusal")) if isinstance(part, dict) else None for part in parts]
     is_text = all(isinstance(text, str) for text in texts)
     require(is_text, f"input[{index}]: the content must be text, or parts that are text")

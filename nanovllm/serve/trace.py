@@ -70,6 +70,7 @@ class StepRecorder:
             "swap_space": config.swap_space,
             "max_num_seqs": config.max_num_seqs,
             "max_num_batched_tokens": config.max_num_batched_tokens,
+            "takes_images": config.model_config.vision is not None,
         }
         self._max_frames = max_frames
         self._frames: deque[Frame] = deque()

@@ -4,12 +4,14 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.requests.chat_templates import IMAGE_PART
-from nanovllm.requests.prompts import has_images, image_source, is_conversation, read_text_prompt
+from nanovllm.requests.content_parts import IMAGE_PART, is_image
+from nanovllm.requests.prompts import has_images, is_conversation, read_text_prompt
 from nanovllm.utils.cores import available_cores
 from nanovllm.utils.daemon_threads import DaemonThreads
+from nanovllm.vision.image_parts import ImageSource, part_source, pixel_bounds
 from nanovllm.vision.image_reader import MAX_PIXELS, ImageReader
 from nanovllm.vision.prompt_images import PromptImage, PromptImages
+from nanovllm.vision.vision_config import VisionConfig, check_pixels
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
@@ -35,8 +37,8 @@ class ImagePrompts:
         if the prompt has too many images or pixels, or if the numbers of placeholders and images differ. Raises the
         errors of `ImageReader.read`.
         """
-        is_chat, image_token_id = is_conversation(prompt), self.vision.image_token_id
-        field, rest, sources = _split_conversation(prompt) if is_chat else _split_prompt(prompt)
+        image_token_id = self.vision.image_token_id
+        field, rest, sources = _split(prompt, self.vision)
         if isinstance(sources, PromptImages):  # the images were read earlier
             return *read_text_prompt(rest, template_arguments, processor), sources
         if (count := len(sources)) > self.vision.max_images:
@@ -51,20 +53,19 @@ class ImagePrompts:
         images, num_tokens, num_pixels = list[PromptImage](), len(token_ids), 0
         known: dict[Any, PromptImage] = {}
         for source in sources:
-            key = _key(source)
-            if isinstance(source, PromptImage):  # `read_all` has read it
-                known[key] = source
-            if key not in known:
+            if isinstance(source.image, PromptImage):  # `read_all` has read it
+                known[source.key] = source.image
+            if source.key not in known:
                 try:
-                    opened = self.reader.open(source, is_trusted=not is_chat)
+                    opened = self.reader.open(source.image, source.is_trusted)
                     if (num_pixels := num_pixels + opened.width * opened.height) > MAX_PROMPT_PIXELS:
                         bound = f"must have at most {MAX_PROMPT_PIXELS} together"
                         raise ValueError(f"the images have at least {num_pixels} pixels: {bound}")
-                    known[key] = self.reader.cut(opened)
+                    known[source.key] = self.reader.cut(opened, source.bounds)
                 except (TypeError, ValueError) as error:
                     kind = TypeError if isinstance(error, TypeError) else ValueError  # subclasses take other arguments
                     raise kind(f"{field}: {error}") from error
-            images.append(known[key])
+            images.append(known[source.key])
             num_tokens += images[-1].num_tokens - 1
             if num_tokens >= processor.max_model_len:  # other images are not read, because that may be slow
                 bound = f"must be fewer than {processor.length_bound}"
@@ -77,61 +78,54 @@ class ImagePrompts:
 
         Images that can't be read stay in the prompts, so that `read` raises the error.
         """
-        tasks: dict[tuple[Any, bool], Any] = {}  # an image of several prompts is read once
-        for prompt in prompts:
-            is_trusted = not is_conversation(prompt)
-            for source in _sources(prompt):
-                tasks[_key(source), is_trusted] = source
+        # an image of several prompts is read once
+        tasks = {source.key: source for prompt in prompts for source in self._sources(prompt)}
         if len(tasks) < 2:
             return prompts
-        futures: dict[tuple[Any, bool], Future] = {}
+        futures: dict[tuple, Future] = {}
         # daemon threads, because a read of a pipe may never end
         threads = DaemonThreads("nanovllm-images", min(MAX_THREADS, available_cores(), len(tasks)))
         try:
-            for (key, is_trusted), source in tasks.items():
-                futures[key, is_trusted] = threads.submit(self.reader.read, source, is_trusted)
-            found = {task: future.result() for task, future in futures.items() if future.exception() is None}
+            for key, source in tasks.items():
+                futures[key] = threads.submit(self._read_one, source)
+            found = {key: future.result() for key, future in futures.items() if future.exception() is None}
         finally:
             for future in futures.values():  # after Ctrl-C
                 future.cancel()
             threads.close()
-        return [_with_images(prompt, found) for prompt in prompts]
+        return [self._with_images(prompt, found) for prompt in prompts]
 
+    def _read_one(self, source: ImageSource) -> PromptImage:
+        return self.reader.cut(self.reader.open(source.image, source.is_trusted), source.bounds)
 
-def _key(source: Any) -> Any:
-    """Return equal keys only for sources that are the same image."""
-    return source if isinstance(source, (str, bytes)) else id(source)
+    def _sources(self, prompt: Any) -> list[ImageSource]:
+        """Return the images of a prompt that have not been read, or an empty list if the prompt is wrong."""
+        if not has_images(prompt):
+            return []
+        try:
+            _, _, sources = _split(prompt, self.vision)
+        except (TypeError, ValueError):
+            return []
+        sources = sources if isinstance(sources, list) else []
+        return [source for source in sources if not isinstance(source.image, PromptImage)]
 
+    def _with_images(self, prompt: Any, found: Mapping[tuple, PromptImage]) -> Any:
+        """Return a prompt in which the images in `found` replace their sources."""
+        if not self._sources(prompt):
+            return prompt
+        if not is_conversation(prompt):
+            images = [found.get(source.key, source.image) for source in _split(prompt, self.vision)[2]]
+            return {**prompt, "multi_modal_data": {"image": images}}
 
-def _sources(prompt: Any) -> list:
-    """Return the images of a prompt that have not been read, or an empty list if the prompt is wrong."""
-    if not has_images(prompt):
-        return []
-    try:
-        _, _, sources = _split_conversation(prompt) if is_conversation(prompt) else _split_prompt(prompt)
-    except (TypeError, ValueError):
-        return []
-    return [source for source in sources if not isinstance(source, PromptImage)] if isinstance(sources, list) else []
+        def replaced(part: Any) -> Any:
+            image = found.get(part_source(part, self.vision).key) if is_image(part) else None
+            return part if image is None else IMAGE_PART | {"image": image}
 
-
-def _with_images(prompt: Any, found: Mapping[tuple[Any, bool], PromptImage]) -> Any:
-    """Return a prompt in which the images in `found` replace their sources."""
-    if not _sources(prompt):
-        return prompt
-    if not is_conversation(prompt):
-        images = [found.get((_key(source), True), source) for source in _split_prompt(prompt)[2]]
-        return {**prompt, "multi_modal_data": {"image": images}}
-
-    def replaced(part: Any) -> Any:
-        source = image_source(part)
-        image = None if source is None else found.get((_key(source), False))
-        return part if image is None else IMAGE_PART | {"image": image}
-
-    contents = (message.get("content") for message in prompt)
-    return [
-        {**message, "content": [*map(replaced, content)]} if isinstance(content, (list, tuple)) else message
-        for message, content in zip(prompt, contents)
-    ]
+        contents = (message.get("content") for message in prompt)
+        return [
+            {**message, "content": [*map(replaced, content)]} if isinstance(content, (list, tuple)) else message
+            for message, content in zip(prompt, contents)
+        ]
 
 
 def _expanded(token_ids: list[int], images: list[PromptImage], image_token_id: int) -> Iterator[int]:
@@ -141,32 +135,35 @@ def _expanded(token_ids: list[int], images: list[PromptImage], image_token_id: i
             yield token_id
 
 
-def _split_prompt(prompt: Mapping) -> tuple[str, Any, Any]:
-    """Return the name of the field with images, the prompt without this field, and the images.
+def _split(prompt: Any, vision: VisionConfig) -> tuple[str, Any, Any]:
+    """Return the name of the field with images, the prompt without images, and a list of ImageSource or a PromptImages.
 
-    Raises TypeError or ValueError if `multi_modal_data` does not contain images.
+    A conversation has placeholders for its images. Raises TypeError or ValueError for what is not an image.
     """
-    data = prompt["multi_modal_data"]
-    rest = {name: value for name, value in prompt.items() if name != "multi_modal_data"}
+    return _split_conversation(prompt, vision) if is_conversation(prompt) else _split_prompt(prompt, vision)
+
+
+def _split_prompt(prompt: Mapping, vision: VisionConfig) -> tuple[str, Any, list[ImageSource] | PromptImages]:
+    data, field = prompt["multi_modal_data"], "multi_modal_data"
+    rest = {name: value for name, value in prompt.items() if name not in (field, "mm_processor_kwargs")}
     if isinstance(data, PromptImages):
-        return "multi_modal_data", rest, data
+        return field, rest, data
     if not isinstance(data, Mapping):
-        raise TypeError(f"multi_modal_data={data!r:.80}: must be a dict")
+        raise TypeError(f"{field}={data!r:.80}: must be a dict")
     if others := data.keys() - {"image"}:
-        raise ValueError(f"multi_modal_data: has {sorted(map(str, others))}: only 'image' is supported")
-    images = data["image"]
-    return "multi_modal_data", rest, [*images] if isinstance(images, (list, tuple)) else [images]
+        raise ValueError(f"{field}: has {sorted(map(str, others))}: only 'image' is supported")
+    pixels = check_pixels("mm_processor_kwargs", prompt.get("mm_processor_kwargs") or {})
+    bounds, images = pixel_bounds(pixels, vision, "mm_processor_kwargs"), data["image"]
+    images = images if isinstance(images, (list, tuple)) else [images]
+    return field, rest, [ImageSource(image, True, bounds) for image in images]
 
 
-def _split_conversation(messages: list) -> tuple[str, Any, Any]:
-    """Return the name of the field with images, the messages with placeholders for images, and the images."""
+def _split_conversation(messages: list, vision: VisionConfig) -> tuple[str, Any, list[ImageSource]]:
     rest, sources = [], []
     for message in messages:
         content = message.get("content")
         if isinstance(content, (list, tuple)):
-            found = [image_source(part) for part in content]
-            sources += [source for source in found if source is not None]
-            content = [part if source is None else IMAGE_PART for part, source in zip(content, found)]
-            message = {**message, "content": content}
+            sources += [part_source(part, vision) for part in content if is_image(part)]
+            message = {**message, "content": [IMAGE_PART if is_image(part) else part for part in content]}
         rest.append(message)
     return "messages", rest, sources

@@ -50,16 +50,19 @@ class ImageReader:
         """
         return self.cut(self.open(source, is_trusted))
 
-    def cut(self, opened: Any) -> PromptImage:
-        """Decode a PIL image, scale it, and cut it into patches. Raises ValueError as `read` does."""
+    def cut(self, opened: Any, bounds: tuple[int, int] | None = None) -> PromptImage:
+        """Decode a PIL image, scale it, and cut it into patches. Raises ValueError as `read` does.
+
+        bounds: the least and the greatest number of pixels after scaling; by default those of the VisionConfig.
+        """
         image, vision = self._in_rgb(opened), self.vision
         square = vision.patch_size * vision.merge_size
-        sizes = image.height, image.width, square, vision.min_pixels, vision.max_pixels
+        sizes = image.height, image.width, square, *(bounds or (vision.min_pixels, vision.max_pixels))
         try:
             height, width = smart_resize(*sizes)
         except ValueError as error:  # the sides differ too much
             raise ValueError(f"image: has {image.width} x {image.height} pixels: {error}") from error
-        pixels = np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
+        pixels = np.asarray(image.resize((width, height), vision.resample))
         shape, n, size = (height // square, width // square), vision.merge_size, vision.patch_size
         squares = pixels.reshape(shape[0], n, size, shape[1], n, size, 3)
         patches = squares.transpose(0, 3, 1, 4, 6, 2, 5).tobytes()
@@ -71,7 +74,7 @@ class ImageReader:
         if isinstance(source, str) and (source.startswith("data:") or not is_trusted):
             source = fetch(source, self.config, MAX_BYTES)
         elif isinstance(source, Path) and not is_trusted:
-            raise TypeError(f"image={str(source)!r:.200}: is a path; a conversation may only contain URLs of files")
+            raise TypeError(f"image={str(source)!r:.200}: is a path: must be a URL")
         elif isinstance(source, (str, Path)):
             path = Path(source)
             source = read_file(path, f"image={str(path)!r:.200}", MAX_BYTES)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MAX_SECONDS = 5.0  # for connecting, and again for the download
 NAT64 = ipaddress.ip_network("64:ff9b::/96")  # a gateway may map these addresses to private IPv4 addresses
 PORTS = {"http": 80, "https": 443}
-ESCAPES = {"%2B": "+", "%2F": "/", "%3D": "="}  # for the characters of base64
+ESCAPES = {"%2B": "+", "%2F": "/", "%3D": "=", "%0D": "", "%0A": "", "\r": "", "\n": ""}  # in base64, with line breaks
 
 
 def fetch(url: str, config: "Config", max_bytes: int) -> bytes:

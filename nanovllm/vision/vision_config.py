@@ -5,11 +5,12 @@ from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.utils.checks import check_choice, check_int, check_real, parse_json, read_json
+from nanovllm.utils.checks import check_bool, check_choice, check_int, check_real, parse_json, read_json
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
 
+COLORS = "image_mean", "image_std"
 # transformers' defaults for entries that may be absent
 TOWER = {
     "depth": 27,
@@ -22,7 +23,19 @@ TOWER = {
     "out_hidden_size": 3584,
     "num_position_embeddings": 2304,
 }
-SIZE = {"shortest_edge": 256**2, "longest_edge": 4096**2}  # in pixels, although the file calls them edges
+# transformers' defaults for the entries of an image processor; sizes are numbers of pixels, although named edges
+PROCESSOR = {
+    "do_resize": True,
+    "size": {"shortest_edge": 56**2, "longest_edge": 1280 * 28**2},
+    "resample": 3,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+# the entries that Qwen publishes, for checkpoints without an image processor
+PUBLISHED = {"size": {"shortest_edge": 256**2, "longest_edge": 4096**2}} | dict.fromkeys(COLORS, [0.5] * 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +49,8 @@ class VisionConfig:
     deepstack_layers: after these layers of the tower, features are taken for the first layers of the text model.
     image_token_id: the id of the placeholder token. A prompt has one placeholder per merged square of an image.
     mrope_section: how many pairs of a head are rotated by the temporal, vertical and horizontal position.
-    image_mean, image_std: the mean and the standard deviation of each color, for pixels from 0 to 1.
+    image_mean, image_std: three numbers each. The tower gets (pixel - mean) / std, for pixels from 0 to 1.
+    resample: the number of Pillow's filter for scaling, such as 3 for bicubic.
     min_pixels, max_pixels: images are scaled to a number of pixels in this range.
     max_images: the maximum number of images in a prompt.
     """
@@ -55,6 +69,7 @@ class VisionConfig:
     mrope_section: tuple[int, int, int]
     image_mean: tuple[float, ...]
     image_std: tuple[float, ...]
+    resample: int
     min_pixels: int
     max_pixels: int
     max_images: int = 999
@@ -117,7 +132,7 @@ def _json_dict(name: str, value: Any, keys: tuple[str, ...]) -> dict[str, Any]:
 def read_vision(
     raw: dict, file: Path, image_token_id: int, mrope_section: tuple[int, int, int], deepstack: tuple[int, ...] = ()
 ) -> VisionConfig | None:
-    """Read config.json, whose content is `raw`, and the preprocessor_config.json next to `file`.
+    """Read config.json, whose content is `raw`, and the image processor's entries next to `file`.
 
     Return None if the checkpoint has no vision tower. The other arguments are defaults for entries that the files lack.
     Raises ValueError or TypeError, which name the file, for unsupported entries.
@@ -144,28 +159,50 @@ def read_vision(
     if len(sections) != 3:
         raise ValueError(f"{file}: mrope_section={sections!r:.80}: must have 3 numbers")
     check_choice(f"{file}: mrope_interleaved", rope.get("mrope_interleaved", True), (True,))
+    sizes["merge_size"] = sizes.pop("spatial_merge_size")
     return VisionConfig(
-        merge_size=sizes.pop("spatial_merge_size"),
         **sizes,
         grid_side=side,
         deepstack_layers=layers,
         image_token_id=check_int(f"{file}: image_token_id", raw.get("image_token_id", image_token_id), low=0),
         mrope_section=(sections[0], sections[1], sections[2]),
-        **_read_preprocessor(file.with_name("preprocessor_config.json"), sizes),
+        **_read_processor(file.parent, sizes),
     )
 
 
-def _read_preprocessor(file: Path, sizes: dict[str, int]) -> dict[str, Any]:
-    raw = read_json(file) if file.exists() else {}
-    size = raw.get("size") or {}
+def _read_processor(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
+    """Read how pixels are scaled. Raises ValueError or TypeError for what `ImageReader` does differently."""
+    name, raw = _processor_entries(folder)
+    entries = PROCESSOR | {key: value for key, value in raw.items() if value is not None}
+    check_choice(f"{name}: do_resize", entries["do_resize"], (True,))
+    for key in ("patch_size", "temporal_patch_size", "merge_size"):
+        check_choice(f"{name}: {key}", entries.get(key, sizes[key]), (sizes[key],))
+    if not isinstance(size := entries["size"], dict):
+        raise TypeError(f"{name}: size={size!r:.80}: must be an object")
     pixels = {
-        "min_pixels": raw.get("min_pixels") or size.get("shortest_edge") or SIZE["shortest_edge"],
-        "max_pixels": raw.get("max_pixels") or size.get("longest_edge") or SIZE["longest_edge"],
+        "min_pixels": entries.get("min_pixels") or size.get("shortest_edge") or PROCESSOR["size"]["shortest_edge"],
+        "max_pixels": entries.get("max_pixels") or size.get("longest_edge") or PROCESSOR["size"]["longest_edge"],
     }
-    colors = {}
-    for name in ("image_mean", "image_std"):
-        if not isinstance(numbers := raw.get(name, [0.5] * 3), list) or len(numbers) != 3:
-            raise ValueError(f"{file}: {name}={numbers!r:.80}: must be a list of 3 numbers")
-        colors[name] = tuple(check_real(f"{file}: {name}", number, low=1e-6, high=1.0) for number in numbers)
-    check_choice(f"{file}: patch_size", raw.get("patch_size", sizes["patch_size"]), (sizes["patch_size"],))
-    return colors | {name: check_int(f"{file}: {name}", value, low=1) for name, value in pixels.items()}
+    pixels = {key: check_int(f"{name}: {key}", value, low=1) for key, value in pixels.items()}
+    resample = check_int(f"{name}: resample", entries["resample"], low=0, high=5)
+    factor = check_real(f"{name}: rescale_factor", entries["rescale_factor"], low=1e-6, high=1.0)
+    factor = 255 * factor if check_bool(f"{name}: do_rescale", entries["do_rescale"]) else 255.0
+    colors = []
+    for key, low, without in zip(COLORS, (0.0, 1e-6), (0.0, 1.0)):
+        if not isinstance(numbers := entries[key], list) or len(numbers) != 3:
+            raise ValueError(f"{name}: {key}={numbers!r:.80}: must be a list of 3 numbers")
+        numbers = [check_real(f"{name}: {key}", number, low, high=255.0) for number in numbers]
+        is_used = check_bool(f"{name}: do_normalize", entries["do_normalize"])
+        colors.append(tuple(number / factor for number in (numbers if is_used else [without] * 3)))
+    return dict(zip(COLORS, colors)) | pixels | {"resample": resample}
+
+
+def _processor_entries(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Return the place and the content of the image processor's entries. transformers has the same precedence."""
+    file = folder / "processor_config.json"
+    if file.exists() and (found := read_json(file).get("image_processor")) is not None:
+        if not isinstance(found, dict):
+            raise TypeError(f"{file}: image_processor={found!r:.80}: must be an object")
+        return f"{file}: image_processor", found
+    file = folder / "preprocessor_config.json"
+    return str(file), read_json(file) if file.exists() else PUBLISHED
