@@ -14,8 +14,7 @@ from nanovllm.utils.loader import Shard, parameter
 def embed_shard(
     token_ids: torch.Tensor, weight: torch.Tensor, first_id: int, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the embeddings [T, N] of token ids. `weight` [n, N] is a shard, whose first row belongs to token
-    `first_id`.
+    """Return embeddings [T, N] of token ids. `weight` [n, N] is a shard, whose row 0 belongs to token `first_id`.
 
     Ids outside the shard get zeros. If `out` [1, T, N] is given, device kernels write the result to it. The PyTorch
     definition ignores `out`.

@@ -143,7 +143,7 @@ def add_noise(
 
 
 def token_keys(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Return int64 keys. Sorting by key orders tokens by float32 logit, and tokens with equal logits by descending id.
+    """Return int64 keys, which order tokens by float32 logit. If logits are equal, a lower id has a higher key.
 
     The high word of a key orders tokens by logit. The low word is `~token_id`.
     """

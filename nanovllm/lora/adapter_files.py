@@ -115,9 +115,7 @@ def read_adapter(
 
 
 def _modules(tensors: AdapterTensors, known: Collection[str]) -> dict[str, str]:
-    """Return a dict that maps each adapted module's name in the model to its name in the file. `known` contains the
-    model's names.
-    """
+    """Map each adapted module's name in the model to its name in the file. `known` contains the names in the model."""
     modules: dict[str, str] = {}
     for name in tensors.names:
         path, kind = next(((name[: -len(kind)], kind) for kind in MATRICES if name.endswith(kind)), (name, ""))
