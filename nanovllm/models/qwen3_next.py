@@ -1,4 +1,4 @@
-"""Qwen3-Next: a hybrid with mixtures of experts and a shared expert. Key heads interleave the projections' rows."""
+"""Qwen3-Next: a hybrid with mixtures of experts and a shared expert. Rows of projections are grouped by key head."""
 
 from itertools import accumulate, chain, pairwise
 from typing import ClassVar
