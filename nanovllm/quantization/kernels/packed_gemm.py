@@ -54,7 +54,7 @@ def assembly_of(is_e2m1: bool, dtype: torch.dtype, is_scaled_later: bool = False
     `prmt` combines halves of both words, so that the next instructions extract both codes together. The bits of an
     integer replace the last bits of 128 (bfloat16) or 1024 (float16), and $3 subtracts this number again. The bits of
     an e2m1 number become the bits of a number with a smaller exponent. The new number is then multiplied by a power of
-    two. With `is_scaled_later`, the caller multiplies by the power of two.
+    two. If `is_scaled_later` is True, the caller multiplies by this power of two.
     """
     is_half = dtype == torch.float16
     kind = "f16x2" if is_half else "bf16x2"
