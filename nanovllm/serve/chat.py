@@ -21,7 +21,7 @@ TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "documents
 
 
 def conversation(body: ChatFields) -> list[prompts.Message]:
-    """Return the client's messages, with tool calls converted to OpenAI's newer form."""
+    """Return the client's messages. Tool calls are converted to OpenAI's newer form."""
     sent = body.as_sent("messages")
     return [_message(message, sent[i], i) for i, message in enumerate(body.messages)]
 
@@ -34,7 +34,7 @@ def template_arguments(
     Raises ApiError if the client sets an argument that clients must not set.
 
     template: the server's template, or several templates by name.
-    is_trusting: whether the server renders templates from clients. A template is a program.
+    is_trusting: True if the server renders templates from clients. (A template is a program.)
     """
     kwargs = body.chat_template_kwargs or {}
     problem = "chat_template: is a program, which this server accepts only with --trust-request-chat-template"
@@ -75,7 +75,7 @@ class AnswerParser:
         new_id: Callable[[], str] = ToolParser.new_id,
         max_calls: int | None = None,
     ):
-        """new_id: makes an id for each call. max_calls: how many calls to keep; `None` keeps all."""
+        """new_id: makes an id for each call. max_calls: the number of calls to keep; `None` keeps all."""
         self._reasoning, self._tools, self._new_id, self._max_calls = reasoning, tools, new_id, max_calls
         self.num_calls = 0
 
@@ -88,7 +88,7 @@ class AnswerParser:
         return 0 if self._reasoning is None else self._reasoning.reasoning.num_tokens
 
     def feed(self, text: str, token_ids: list[int], is_last: bool) -> Iterator[dict[str, Any]]:
-        """Yield new fields in order: reasoning first, then content alternating with lists of calls.
+        """Yield new fields in order. Reasoning comes first, then content alternates with lists of calls.
 
         "reasoning_content" is an older name of "reasoning".
         """
@@ -210,7 +210,7 @@ class ChatAnswer(Answer):
 
 
 def _message(message: Message, sent: dict[str, Any], index: int) -> dict[str, Any]:
-    """Return a message as it was sent, but convert calls from OpenAI's older form to the newer form."""
+    """Return a message as it was sent, except that calls in OpenAI's older form are converted to the newer form."""
     plain = dict(sent)
     old_call, calls, name = plain.pop("function_call", None), message.tool_calls, "tool_calls"
     if old_call is not None and not calls:

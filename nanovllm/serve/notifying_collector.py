@@ -1,4 +1,4 @@
-"""Defines an output collector that calls functions in the engine's thread, so that no thread waits for outputs."""
+"""Defines an output collector. It calls functions in the engine's thread, so that no thread waits for outputs."""
 
 from collections.abc import Callable
 
