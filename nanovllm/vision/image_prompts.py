@@ -31,9 +31,9 @@ class ImagePrompts:
     ) -> tuple[str | None, list[int], PromptImages | None]:
         """Return the text, the token ids and the images of a prompt.
 
-        In the token ids, an image has one placeholder for each embedding that the text model reads. Raises ValueError
-        if the prompt has too many images or pixels, or if the numbers of placeholders and images differ. Raises the
-        errors of `ImageReader.read`.
+        An image has one placeholder in the token ids for each embedding that the text model reads. Raises ValueError if
+        the prompt has too many images or pixels, or if the numbers of placeholders and images differ. Raises the errors
+        of `ImageReader.read`.
         """
         is_chat, image_token_id = is_conversation(prompt), self.vision.image_token_id
         field, rest, sources = _split_conversation(prompt) if is_chat else _split_prompt(prompt)
@@ -75,7 +75,7 @@ class ImagePrompts:
     def read_all(self, prompts: list) -> list:
         """Read images in several threads. Return the prompts with a PromptImage in place of each image.
 
-        Images that can't be read stay in the prompts, so that `read` raises the error.
+        If an image can't be read, it stays in its prompt, so that `read` raises the error.
         """
         tasks: dict[tuple[Any, bool], Any] = {}  # an image of several prompts is read once
         for prompt in prompts:
@@ -99,12 +99,12 @@ class ImagePrompts:
 
 
 def _key(source: Any) -> Any:
-    """Return equal keys only for sources that are the same image."""
+    """Return a key for a source. Sources with equal keys are the same image."""
     return source if isinstance(source, (str, bytes)) else id(source)
 
 
 def _sources(prompt: Any) -> list:
-    """Return the images of a prompt that have not been read, or an empty list if the prompt is wrong."""
+    """Return the images of a prompt that have not been read. If the prompt is wrong, return an empty list."""
     if not has_images(prompt):
         return []
     try:
@@ -159,7 +159,7 @@ def _split_prompt(prompt: Mapping) -> tuple[str, Any, Any]:
 
 
 def _split_conversation(messages: list) -> tuple[str, Any, Any]:
-    """Return the name of the field with images, the messages with placeholders for images, and the images."""
+    """Return the name of the field with images, the messages with placeholders instead of images, and the images."""
     rest, sources = [], []
     for message in messages:
         content = message.get("content")
