@@ -37,7 +37,7 @@ class Attention(nn.Module):
 
     @property
     def k_cache(self) -> torch.Tensor:
-        """The keys in the cache: [blocks, block_size, num_kv_heads, head_dim]."""
+        """The cached keys, a tensor [blocks, block_size, num_kv_heads, head_dim]."""
         return self.cache.k
 
     @property

@@ -97,7 +97,7 @@ class Reasoning:
         return end_ids[num_over % len(end_ids)] if num_over >= 0 else None
 
     def take_text(self, piece: bytes) -> None:
-        """Process the text of the next token. With TextMarkers, `piece` may contain any number of tokens."""
+        """Process the text of the next token. If TextMarkers are used, it may be several tokens' text."""
         if self.stage is Stage.BEFORE:
             self._begin_with(piece)
         elif self.stage is Stage.INSIDE:

@@ -484,7 +484,7 @@ def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
 def length_before(tag: str, text: str, is_last: bool) -> int:
     """Return how many characters precede `tag` in `text`.
 
-    Unless `is_last` is set, an incomplete `tag` at the end of `text` counts as `tag`.
+    An incomplete `tag` at the end of `text` is treated like `tag`, unless `is_last` is True.
     """
     if (begin := text.find(tag)) >= 0 or is_last:
         return begin if begin >= 0 else len(text)

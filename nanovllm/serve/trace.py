@@ -286,7 +286,7 @@ class StepRecorder:
         return name
 
     def _has_missed(self, step: ScheduledStep) -> bool:
-        """Return whether a sequence started and ended between two frames.
+        """Return True if a sequence has started and ended between two frames.
 
         The recorder does not know the blocks that such a sequence may have evicted.
         """

@@ -24,7 +24,7 @@ def has_images(step: ScheduledStep) -> bool:
 
 
 class RequestImages(StepFeature):
-    """The feature's state for a sequence is the sequence's PromptImages. Without images, a sequence has no state.
+    """The feature's state for a sequence is the sequence's PromptImages. A sequence without images has no state.
 
     A VisionRunner uses this feature in all steps with chunks. A new sequence must replace the `delta` (see
     PromptImages) that an earlier sequence with the same request index has left.
@@ -34,7 +34,7 @@ class RequestImages(StepFeature):
     def prepare(cls, step: ScheduledStep) -> Arrays | None:
         """Return `req_indices` and `deltas` of the requests. If `has_images(step)` is True, also return:
 
-        positions: the positions of the chunks' tokens, [3, T].
+        positions: the positions [3, T] of the chunks' tokens.
         placed: [N, 7], a row for each part of an image: the first token's index in the step, the number of tokens, the
             first token's index in the image, and the image's key.
         """

@@ -69,7 +69,7 @@ class PositionEmbedding(nn.Module):
         self.weight = parameter((self.side**2, config.hidden_size), default_weight_loader)
 
     def forward(self, height: int, width: int) -> torch.Tensor:
-        """Return the embeddings of an image's patches: [height, width, hidden_size], in float32."""
+        """Return the embeddings [height, width, hidden_size] of an image's patches, in float32."""
         grid = self.weight.float().unflatten(0, (self.side, self.side))
         rows = self._interpolate(grid, height)
         return self._interpolate(rows.transpose(0, 1), width).transpose(0, 1)
@@ -188,7 +188,7 @@ class VisionTower(nn.Module):
         return angles.cos(), angles.sin()
 
     def _in_squares(self, grid: torch.Tensor) -> torch.Tensor:
-        """Put [height, width, N] into the order of the patches: [height * width, N]."""
+        """Put x [height, width, N] into the order of the patches. The result is [height * width, N]."""
         height, width, size = grid.shape
         n = self.config.merge_size
         return grid.view(height // n, n, width // n, n, size).transpose(1, 2).reshape(-1, size)

@@ -142,10 +142,10 @@ def route(
     The softmax covers all experts that are not shared. `logits` [split_k, T, experts] contains summands, which are
     added over the first dimension. T must be positive. `bias` [experts] is added to the sum. Only models without shared
     experts have a `bias`. If `renormalize` is True, the weights of the chosen experts add up to 1. Finally, the weights
-    are multiplied by `factors` [experts]. Of experts with equal logits, the expert with the lowest id comes first.
-    `torch.topk` defines no order for equal logits. Tokens with a negative slot are padding. Padding gets the experts of
-    the first token, so that no additional weights are read. Shared experts have the last ids, and their weights are the
-    sigmoids of their logits.
+    are multiplied by `factors` [experts]. If experts have equal logits, the lowest id comes first. `torch.topk` defines
+    no order for equal logits. Tokens with a negative slot are padding. Padding gets the experts of the first token, so
+    that no additional weights are read. Shared experts have the last ids, and their weights are the sigmoids of their
+    logits.
     """
     split_k, num_tokens, num_logits = logits.shape
     num_experts, shape = num_logits - num_shared, (num_tokens, top_k + num_shared)

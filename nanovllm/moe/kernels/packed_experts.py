@@ -119,7 +119,7 @@ def _activate_kernel(x_ptr, out_ptr, N: tl.constexpr, ACT: tl.constexpr, BLOCK: 
 
 
 def _sorted_rows(x: torch.Tensor, rows: ExpertRows, top_k: int) -> torch.Tensor:
-    """Return the rows of x [T, hidden] in the order of `rows`: [T * top_k, hidden]. If x has one row, return x."""
+    """Return a tensor [T * top_k, hidden]: the rows of x [T, hidden] in the order of `rows`. If T is 1, return x."""
     if len(x) == 1:
         return x
     num_pairs, hidden = len(rows.pairs), x.shape[1]
