@@ -172,9 +172,7 @@ class SamplingRows(NamedTuple):
     num_finished_programs: torch.Tensor  # [S or more] int32, a kernel's scratch: zeros before and after the kernel
 
     def column(self, name: str) -> torch.Tensor:
-        """Return a parameter's values [S], one for each row. They are float32, unless the parameter is declared as an
-        integer.
-        """
+        """Return a parameter's values [S], one for each row. Values are float32, unless declared as integers."""
         return column(self.params, name)
 
 

@@ -80,7 +80,7 @@ class AdapterQueue(WaitingQueue):
             self._overtaking.add(seq.key)
 
     def first(self) -> Sequence | None:
-        """Return the first sequence that can run. Its adapter is stored on the devices."""
+        """Return the first sequence that can run. The sequence's adapter is stored on the devices."""
         blocked: Sequence | None = None
         firsts = [queue[0] for queue in self._by_adapter.values()]
         for seq in sorted(firsts, key=attrgetter("order")):

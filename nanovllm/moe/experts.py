@@ -23,10 +23,10 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose `top_k` experts for each token from logits [T, experts].
 
-    Return weights (float32) and expert ids, both [T, top_k + num_shared]. Chosen experts come first. They are sorted by
-    descending logit, then by ascending id. The shared experts, which every token uses, come last. The weight of a
-    chosen expert is its probability in a softmax over all experts that are not shared. If `renormalize` is True, the
-    weights of the chosen experts add up to 1. The weight of a shared expert is the sigmoid of its logit.
+    Return weights (float32) and expert ids, both [T, top_k + num_shared]. Chosen experts come first. Chosen experts are
+    sorted by descending logit, then by ascending id. The shared experts, which every token uses, come last. The weight
+    of a chosen expert is its probability in a softmax over all experts that are not shared. If `renormalize` is True,
+    the weights of the chosen experts add up to 1. The weight of a shared expert is the sigmoid of its logit.
     """
     logits, gates = logits.float().tensor_split((logits.shape[1] - num_shared,), 1)
     expert_ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]

@@ -29,7 +29,7 @@ def embed(
     prompts: the same kinds of prompts as for `generate`.
     dimensions, normalize: see PoolingParams.
     prompt_name: the name of a prompt in the checkpoint, such as "query". This prompt is put before each text.
-    instruction: a description of the queries' task. It is put before each text as "Instruct: ...", which
+    instruction: a description of the queries' task. The description is put before each text as "Instruct: ...", which
         Qwen3-Embedding expects.
 
     Raises the errors of `generate`. Raises ValueError if the task is not "embed".

@@ -30,7 +30,7 @@ class PoolingConfig:
     labels: the names of the classes, or () for embeddings.
     token_ids: (irrelevant, relevant) or (relevant,), the ids of the tokens whose logits become a score. The tuple is
         empty if the checkpoint has a classification head, or if the task is "embed".
-    prompts: a dict that maps names to prefixes of texts. It comes from `config_sentence_transformers.json`.
+    prompts: a dict that maps names to prefixes of texts. The dict comes from `config_sentence_transformers.json`.
     default_prompt_name: the name of the prefix that is used if the caller gives no name.
     dimensions: the sizes to which embeddings may be shortened. () means any size.
     """

@@ -151,5 +151,5 @@ class PoolingRunner(BatchRunner):
 
 
 def pooling_runner(base: type[BatchRunner]) -> type[BatchRunner]:
-    """Return a runner class whose steps compute vectors. It uses the same device as `base`."""
+    """Return a runner class whose steps compute vectors. The runner uses the same device as `base`."""
     return type(f"Pooling{base.__name__}", (PoolingRunner, base), {})

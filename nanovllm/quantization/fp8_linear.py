@@ -108,7 +108,7 @@ class FP8Linear(ScaledLinear):
         return y if out is None else out[0].copy_(y)
 
     def act_fn(self) -> "FP8SiluAndMul":
-        """Return an activation module. It quantizes its results for this layer."""
+        """Return an activation module. The module quantizes its results for this layer."""
         return FP8SiluAndMul(self)
 
 

@@ -1,4 +1,4 @@
-"""Stores, loads and dequantizes 4-bit weights. They may come from any checkpoint format.
+"""Stores, loads and dequantizes 4-bit weights. Any checkpoint format is possible.
 
 A weight [N, K] consists of 4-bit codes for values. A value is an integer ("int4"), or a floating-point number with two
 exponent bits and one mantissa bit ("e2m1", OCP Microscaling Formats 1.0). In a row of the weight, each group of

@@ -113,9 +113,9 @@ class ScaledWeight:
     `values` is [..., N, K], and `scales` is [..., N / rows, K / columns]. If the checkpoint has no scales, `scales` is
     a tensor, not a parameter.
 
-    `select` takes the arguments of a `weight_loader`. It returns a shard of the checkpoint's weight, and an index: the
-    place of the shard's matrix in the stack, or () if there is only one matrix. If the shard belongs to another rank,
-    `select` returns None.
+    `select` takes the arguments of a `weight_loader`. `select` returns a shard of the checkpoint's weight, and an
+    index: the place of the shard's matrix in the stack, or () if there is only one matrix. If the shard belongs to
+    another rank, `select` returns None.
     """
 
     def __init__(

@@ -140,7 +140,7 @@ def _forms_in(tree: nodes.Template) -> TemplateForms:
 
 
 class _Entry:
-    """Finds where a template reads the entry `name` of a message or tool call. It may use a variable.
+    """Finds where a template reads the entry `name` of a message or tool call. The template may use a variable.
 
     Scopes are ignored, so variables with the same name are treated as one.
     """

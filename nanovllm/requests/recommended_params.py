@@ -1,4 +1,4 @@
-"""The sampling parameters that a model recommends. They are used for requests without parameters."""
+"""The sampling parameters that a model recommends. Requests without parameters use the recommended parameters."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Replaces the weights of a running engine. Their addresses do not change, so CUDA graphs stay valid."""
+"""Replaces the weights of a running engine. The weights' addresses do not change, so CUDA graphs stay valid."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -39,8 +39,8 @@ def load_weights(llm: "LLMEngine", weights: Iterable[tuple[str, torch.Tensor]]) 
 
     `weights` yields (name, tensor) pairs as in a checkpoint or in the transformers model's state dict. Tensors must not
     be merged or split over ranks. An engine with 8-bit weights accepts 8-bit values with scales, in the format of its
-    checkpoint. It also accepts unquantized tensors, and quantizes them. An engine with `quantization="int4"` accepts
-    unquantized tensors. An engine with a 4-bit checkpoint accepts no weights. The caller's thread iterates over
+    checkpoint. The engine also accepts unquantized tensors, and quantizes them. An engine with `quantization="int4"`
+    accepts unquantized tensors. An engine with a 4-bit checkpoint accepts no weights. The caller's thread iterates over
     `weights`, so a generator can create one tensor at a time.
 
     Raises UnavailableError if there are requests and the engine is not paused, or if `sleep` has freed the weights. New

@@ -161,7 +161,7 @@ class Answer:
         return {"prompt_token_ids": token_ids, "prompt_logprobs": logprobs}
 
     def token_text(self, token_id: int, text: str | None) -> str:
-        """Return a token's name in a list of log-probabilities. It is the token's text or, on request, its id."""
+        """Return a token's name in a list of log-probabilities. The name is the token's text or, on request, its id."""
         return f"token_id:{token_id}" if self.body.return_tokens_as_token_ids else text or ""
 
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:

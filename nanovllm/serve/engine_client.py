@@ -43,8 +43,8 @@ class EngineDeadError(RuntimeError):
 class EngineClient(ABC):
     """Generates text for any number of tasks of one event loop: `async for output in llm.generate(prompt, params)`.
 
-    Five thread pools prepare requests. They are for ordinary prompts, long texts (a single thread), images, grammars,
-    and templates that may be slow. The subclass AsyncLLM computes answers with an engine in this process. The
+    Five thread pools prepare requests. The pools are for ordinary prompts, long texts (a single thread), images,
+    grammars, and templates that may be slow. The subclass AsyncLLM computes answers with an engine in this process. The
     subclasses FrontClient and AsyncReplicas use engines in other processes. Subclasses call `_forget` when a request
     has ended.
     """

@@ -4,8 +4,8 @@ A frame is a JSON-serializable dict of differences from the previous frame. Empt
 
 - `step`: the number of recorded steps.
 - `time`: seconds since the recording began.
-- `ms`: milliseconds that the step took. A frame without `ms` belongs to no step. It contains requests that were added
-  or aborted since the previous step.
+- `ms`: milliseconds that the step took. A frame without `ms` belongs to no step. Such a frame contains requests that
+  were added or aborted since the previous step.
 - `decodes`: names of the sequences that decode one token; left out if unchanged.
 - `chunks`: [name, start, end] for each sequence that computes the prompt tokens `start:end`.
 - `sampled`: names of the sequences that got a token, except for the sequences in `decodes`.

@@ -26,7 +26,7 @@ class HarmonyParser:
     def __init__(self, reasoning: HarmonyReasoning, finds_calls: bool = False):
         """reasoning: the state at the beginning of the answer. No other object may use this state.
 
-        finds_calls: True to parse messages with a recipient as calls. Otherwise, they are returned as content.
+        finds_calls: True to parse messages with a recipient as calls. Otherwise, these messages are content.
         """
         self.reasoning, self._finds_calls = reasoning, finds_calls
         self._held = ""  # text that may be a part of a control

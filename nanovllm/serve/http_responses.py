@@ -33,7 +33,7 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 
 
 def error_response(error: ApiError, path: str, **headers: str) -> Response:
-    """Make the response for an error. It has the format of the API at `path`, and the additional `headers`."""
+    """Return the response for an error, with `headers`. The format is that of the API at `path`."""
     return json_response(error.body(path), error.status, error.headers | headers)
 
 

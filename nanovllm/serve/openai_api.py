@@ -157,7 +157,7 @@ class Api:
         return chat.template_arguments(body, self.chat_template, self.settings.trust_request_chat_template)
 
     async def _rendered(self, body: protocol.TextBody, prompt: Any, template_arguments: dict[str, Any] | None) -> Any:
-        """Return a prompt. If it is a conversation that may be slow to render, render it in the sandbox first.
+        """Return a prompt. If the prompt is a conversation that may be slow to render, the sandbox renders it.
 
         Raises ValueError if the conversation has images, which the sandbox does not support.
         """

@@ -119,7 +119,7 @@ def longest_token(tokenizer: Any) -> int | None:
 
     There is a bound under three conditions:
     - The vocabulary contains every byte, so no token represents unknown text.
-    - Normalizers and pre-tokenizers remove nothing. They treat the text between two special tokens like a whole text.
+    - Normalizers and pre-tokenizers remove nothing. The text between two special tokens is treated like a whole text.
     - No special token absorbs the spaces around it.
     """
     backend, added = tokenizer.backend_tokenizer, tokenizer.added_tokens_decoder.values()

@@ -34,7 +34,7 @@ UNREAD_SECONDS = 120.0  # a connection is reset after this time if its client do
 
 
 class RequestLimits:
-    """ASGI middleware. It checks the host and the API key. It reads the body, whose size and time are limited.
+    """ASGI middleware that checks the host and the API key. The middleware reads the body, within limits.
 
     A route begins when the whole body has arrived, so it never waits for a client that sends slowly.
     """

@@ -187,7 +187,7 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _content(content: Any, index: int) -> str | list[dict[str, Any]]:
-    """Return a chat message's content. It is a list of parts if there are images or several texts, else a string."""
+    """Return a chat message's content. If there are images or several texts, this is a list, else a string."""
     if isinstance(content, list) and any(image_source(part) is not None for part in content):
         as_text = lambda part: {"type": "text", "text": _texts([part], index)[0]}
         return [as_text(part) if image_source(part) is None else part for part in content]

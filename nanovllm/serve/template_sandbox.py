@@ -1,4 +1,4 @@
-"""Renders chat templates in separate processes. They are used if rendering may be slow.
+"""Renders chat templates in separate processes. These processes are used if rendering may be slow.
 
 A template is a program, and jinja2's sandbox limits neither its time nor its memory. An expression such as `'a' *
 10**10` or a huge width in a format can take all memory. A few nested loops can take hours. A process can be killed, but
@@ -77,7 +77,7 @@ def _is_short_text(value: Any) -> bool:
 
 
 class TemplateSandbox:
-    """Runs rendering processes. They start on demand, and run until `close`. Any thread may use the sandbox."""
+    """Runs rendering processes, from the first use to `close`. Any thread may use the sandbox."""
 
     def __init__(self, tokenizer: Any):
         """tokenizer: its chat template is the default."""

@@ -33,7 +33,7 @@ logger = logging.getLogger("nanovllm")
 def trace(llm: LLM, path: str | Path, max_steps: int = 20_000) -> Iterator["StepRecorder"]:
     """Record the engine's steps during a `with` block. Write them to an HTML file, which works without a network.
 
-    The file contains the last `max_steps` steps. It is also written if the block raises an error. Raises
+    The file contains the last `max_steps` steps. The file is also written if the block raises an error. Raises
     FileNotFoundError if the folder of `path` does not exist.
     """
     if not (path := Path(path)).absolute().parent.is_dir():

@@ -50,7 +50,7 @@ def view_router(
 
 
 class Watchers:
-    """The open streams of frames. They share one recorder, which runs while any stream is open.
+    """The open streams of frames. The streams share one recorder, which runs while any stream is open.
 
     Each stream remembers the last frame that it sent. Nothing is queued for a slow stream. If a stream is too slow, it
     skips frames, and continues with a key frame.

@@ -26,9 +26,9 @@ class Head(DraftModel):
 
     Each step of the model writes hidden states to the cache slots of its tokens, even if nothing is drafted. The cache
     therefore stays correct after a prefix hit, a fork or a preemption. When the head drafts, it computes its own keys
-    and values. A row consists of the keys and values of one position. They also depend on the token at the next
-    position. Sequences that share a block may have different tokens after the block. The block's last row is then exact
-    only for the sequence that computed it last. Drafts of the other sequences may be slightly worse.
+    and values. A row consists of the keys and values of one position. These keys and values also depend on the token at
+    the next position. Sequences that share a block may have different tokens after the block. The block's last row is
+    then exact only for the sequence that computed it last. Drafts of the other sequences may be slightly worse.
 
     In a chain of drafts, the head writes its own hidden states to the cache. Later in the step, the model overwrites
     the head's hidden states.
@@ -72,7 +72,7 @@ class Head(DraftModel):
 
 
 class Eagle3(Head):
-    """An EAGLE-3 head. It reads the inputs of some layers of the model."""
+    """An EAGLE-3 head reads the inputs of some layers of the model."""
 
     def make_head(self, config: Any, max_len: int) -> Eagle3Head:
         head = Eagle3Head(config, max_len)

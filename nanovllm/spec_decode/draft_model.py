@@ -174,7 +174,7 @@ class DraftModel:
     def chain(self, token_slots: torch.Tensor, hidden_states: torch.Tensor) -> None:
         """Do nothing.
 
-        Draft heads override this method to store the hidden state of each sequence's last row. It is stored at
+        Draft heads override this method to store the hidden state of each sequence's last row. The state is stored at
         `token_slots`.
         """
 

@@ -1,4 +1,4 @@
-"""The scheduler for speculation. It plans drafts, and can append several tokens to a sequence in one step."""
+"""A scheduler that plans drafts, and that can append several tokens to a sequence in one step."""
 
 from collections.abc import Collection
 from dataclasses import dataclass

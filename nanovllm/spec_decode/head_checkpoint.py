@@ -22,7 +22,7 @@ DTYPES = (*FLOAT_DTYPES, "I64", "I32", "BOOL")  # integer tensors map the vocabu
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config:
-    """The shape of an EAGLE-3 head. It was checked against the target model."""
+    """The shape of an EAGLE-3 head. The shape was checked against the target model."""
 
     layer: ModelConfig  # of the head's layer, with the vocabulary of the target model
     draft_vocab_size: int  # number of tokens that the head can draft
@@ -89,7 +89,7 @@ def _layer_ids(file: Path, raw: dict, num_layers: int) -> tuple[int, ...]:
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the memory-mapped tensors. They have the names that `models/shared/head_models.py` uses.
+    """Return the memory-mapped tensors. The names are those in `models/shared/head_models.py`.
 
     In files, the name of the layer is `midlayer` or `layers.0`. Many heads are stored as `pytorch_model.bin`, which is
     unpickled with `weights_only=True`.
@@ -129,7 +129,7 @@ def find_mtp_tensors(folder: Path, quantization: Any) -> dict[str, Path]:
 
 
 def read_mtp_tensors(folder: Path, quantization: Any) -> dict[str, torch.Tensor]:
-    """Return the MTP head's tensors, on the CPU. They have the names that `models/shared/head_models.py` uses.
+    """Return the MTP head's tensors, on the CPU. The names are those in `models/shared/head_models.py`.
 
     Weights are dequantized to float32. (The head is a single layer.)
     """

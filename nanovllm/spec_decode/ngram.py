@@ -10,7 +10,8 @@ from nanovllm.spec_decode.proposer import Proposer
 class NGram(Proposer):
     """Finds the longest n-gram that is the end of a sequence, and that also occurs earlier in the sequence.
 
-    The drafts are the tokens after the n-gram's latest earlier occurrence. If they are too few, they are repeated.
+    The drafts are the tokens after the n-gram's latest earlier occurrence. If there are too few such tokens, they are
+    repeated.
     """
 
     def __init__(self, settings):

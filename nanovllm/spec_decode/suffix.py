@@ -1,4 +1,4 @@
-"""Drafts by suffix decoding. It copies the tokens that followed the longest matching context.
+"""Drafts by suffix decoding. The drafts are the tokens that followed the longest matching context.
 
 The context may have occurred in the same request or in an earlier request.
 
@@ -97,7 +97,7 @@ class SuffixAutomaton:
         return state, min(length, depth)
 
     def draft(self, state: int, num_drafts: int, min_probability: float) -> list[int]:
-        """Return the most frequent continuation. It ends before its probability falls below `min_probability`."""
+        """Return the most frequent continuation. The text ends before its probability falls below `min_probability`."""
         drafts: list[int] = []
         probability = 1.0
         while len(drafts) < num_drafts and (following := self.next[state]):

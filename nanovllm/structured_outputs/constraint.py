@@ -41,7 +41,7 @@ class Constraint:
         vocab_size: int,
         eos_token_ids: frozenset[int],
     ):
-        """queue: computes masks that would delay a step. It is None if there is no grammar."""
+        """queue: computes masks that would delay a step. If there is no grammar, `queue` is None."""
         # a proxy, because a reference cycle would keep both objects until the garbage collector runs
         self._seq, self._grammar = proxy(seq), cast(Grammar, grammar)
         self._queue, self._vocab_size, self.has_grammar = queue, vocab_size, grammar is not None
@@ -74,7 +74,7 @@ class Constraint:
         return cast(MaskQueue, self._queue).submit(update)
 
     def update(self, completion: list[int], reasoning: Reasoning | None = None) -> tuple[str, str] | None:
-        """Compute the mask for the next token. It depends on the generated tokens and on the stage of the reasoning.
+        """Compute the mask for the next token. The mask depends on the generated tokens and the reasoning's stage.
 
         If a token can follow, return None. Otherwise, return a finish reason and an error message.
         """

@@ -93,7 +93,7 @@ def _subschemas(schema: dict[str, Any], resource: dict[str, Any]) -> Iterator[An
 
 
 def referred(reference: Any, resource: Any) -> Any:
-    """Return the target of "#" or of a JSON pointer, such as "#/$defs/Item". If it does not exist, return None."""
+    """Return the target of "#" or of a JSON pointer, such as "#/$defs/Item". If there is no target, return None."""
     if not (isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))):
         return None
     target = resource

@@ -35,7 +35,7 @@ class BlockFiles:
     def __init__(self, folder: Path, max_bytes: int):
         """`max_bytes` limits the total size of the files.
 
-        Files of earlier engines are used. Their sizes are part of the total.
+        Files of earlier engines are used. The total includes these files.
         """
         self.folder, self.max_bytes = folder, max_bytes
         for file in folder.glob("*.tmp"):  # an engine may have ended early, or may write this file now

@@ -46,8 +46,8 @@ class Connector(ABC):
     def get(self, blocks: list[CachedBlock]) -> Callable[[], bool]:
         """Begin to copy stored blocks to the device.
 
-        Return a function. It tells whether all copies have ended. It raises OSError if a copy has failed. `get` itself
-        raises OSError if the store has dropped one of the blocks.
+        Return a function that tells whether all copies have ended. The function raises OSError if a copy has failed.
+        `get` itself raises OSError if the store has dropped one of the blocks.
         """
 
     @abstractmethod

@@ -49,7 +49,7 @@ class Write:
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """The blocks of one call of `get`. Some of them are read from files."""
+    """The blocks of one call of `get`. Some of these blocks are read from files."""
 
     blocks: list[CachedBlock]
     kept: list[Entry]  # entries of the other blocks, which must stay in host memory
@@ -66,9 +66,9 @@ class DiskTier(HostTier):
     from a file is read into host memory, and is copied from there to the device. Host memory keeps the rows of a block
     until threads no longer use them. The threads of rank 0 use the rows of all ranks.
 
-    The hashes of blocks depend on a random number. It is stored in the folder, so that a later engine with the same
-    weights computes equal hashes. If the prefix cache is cleared, the weights may have changed. The engine then does
-    not use the folder any more. The files do not change.
+    The hashes of blocks depend on a random number. The number is stored in the folder, so that a later engine with the
+    same weights computes equal hashes. If the prefix cache is cleared, the weights may have changed. The engine then
+    does not use the folder any more. The files do not change.
     """
 
     def __init__(self, engine: Engine, num_rows: int):
@@ -221,7 +221,7 @@ class DiskTier(HostTier):
         self._engine.scheduler.totals["disk_blocks"] += len(futures)
 
     def _release(self, read: Read) -> None:
-        """Free the rows of `read.entries`. Their blocks are not used. `read.kept` may leave host memory again."""
+        """Free the rows of `read.entries`. These rows' blocks are not used. `read.kept` may leave host memory again."""
         for entry in read.kept:
             entry.num_reads -= 1
         self._free_rows += [row for entry in read.entries.values() for row in entry.rows]

@@ -226,7 +226,7 @@ def row_bytes(runner: "ModelRunner") -> int:
 def rows_of(runner: "ModelRunner", block_id: int) -> list[list[torch.Tensor]]:
     """Return a list of parts for each row. The parts are views of all that this rank stores for a block or a state.
 
-    The parts of a state are viewed as [1, layers, N]. They are cut along N into pieces that fit into rows.
+    The parts of a state are viewed as [1, layers, N]. The parts are cut along N into pieces that fit into rows.
     """
     parts = block_parts(runner._cached_token_ids, runner.caches, block_id)
     if block_id < len(runner._cached_token_ids):

@@ -32,9 +32,9 @@ class Entry:
 class HostTier(Connector):
     """Stores blocks in the host's memory. Drops the least recently used blocks.
 
-    Each rank stores its part of a block in the same row. A state takes several rows. Rank 0 chooses the rows. It sends
-    descriptions of copies to the other ranks, in the order of the steps. The steps of a rank wait only for the copies
-    of this rank.
+    Each rank stores its part of a block in the same row. A state takes several rows. Rank 0 chooses the rows. Rank 0
+    sends descriptions of copies to the other ranks, in the order of the steps. The steps of a rank wait only for the
+    copies of this rank.
     """
 
     def __init__(self, engine: Engine, num_rows: int):

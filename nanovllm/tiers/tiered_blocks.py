@@ -38,7 +38,7 @@ def report_loss(totals: Counter[str], problem: str) -> None:
 class Load:
     """Contents that are being copied from the store to the device.
 
-    held: the arriving blocks and the cached blocks of the same prefix. They are in use until the load ends.
+    held: the arriving blocks and the cached blocks of the same prefix. These blocks are in use until the load ends.
     contents: what arrives. The list is empty if the prefix cache was cleared or the load failed.
     num_reserved: how many more blocks the sequence needs when it is admitted.
     """
@@ -281,7 +281,7 @@ class TieredBlockManager(BlockManager):
         return self.can_allocate(seq, num_spare)
 
     def _num_reserved(self, num_blocks: int) -> int:
-        """Return `Load.num_reserved` for a sequence. It needs `num_blocks` blocks in addition to the loaded blocks."""
+        """Return `Load.num_reserved` for a sequence that needs `num_blocks` blocks more than the loaded blocks."""
         return num_blocks
 
     def _allocate_for(self, block_hash: int) -> tuple[int, ...]:
@@ -462,7 +462,7 @@ class TieredWindows(TieredBlockManager, WindowBlockManager):
 
 
 class TieredQueue(WaitingQueue):
-    """A waiting queue. The method `first` begins loads. It skips sequences whose blocks are being loaded."""
+    """A waiting queue. The method `first` begins loads. Sequences whose blocks are being loaded are skipped."""
 
     def __init__(self, scheduler: "Scheduler", make_queue: Callable[[], WaitingQueue]):
         """`make_queue` makes the queue of the sequences that do not wait for a load."""

@@ -49,7 +49,7 @@ def check_biases(name: str, value: Any) -> dict[int, float] | None:
 
 
 def _tuple_of(kind: type, name: str, value: Any) -> tuple:
-    """Return a tuple of values. All of them must have the type `kind`. Raises TypeError for other types."""
+    """Return a tuple of values. All values must have the type `kind`. Raises TypeError for other types."""
     value = value.tolist() if hasattr(value, "tolist") else value  # a NumPy array or a tensor
     values = () if value is None else (value,) if isinstance(value, kind) else value
     if not isinstance(values, (list, tuple, set, frozenset, range)) or not all(isinstance(v, kind) for v in values):

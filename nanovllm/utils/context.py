@@ -1,4 +1,4 @@
-"""The context of a step. Layers read it. It is set only while the model runs."""
+"""The context of a step, which layers read. The context is set only while the model runs."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -9,7 +9,9 @@ from typing import Any
 
 
 class DaemonThreads:
-    """Works like ThreadPoolExecutor, but Python does not wait for the threads. They also work while Python exits."""
+    """Works like ThreadPoolExecutor, but Python does not wait for the threads. The threads also work while Python
+    exits.
+    """
 
     def __init__(self, name: str, count: int):
         self._work: SimpleQueue[tuple[Future, Callable[[], Any]] | None] = SimpleQueue()

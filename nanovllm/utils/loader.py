@@ -108,7 +108,7 @@ class Shard(NamedTuple):
     def copy(self, target: torch.Tensor, weight) -> torch.Tensor:
         """Copy this part of a weight or bias to `target`. Return the part of `target` that was filled.
 
-        See `check_shape` for `weight`. If it is a safetensors slice, only this part is read.
+        See `check_shape` for `weight`. If `weight` is a safetensors slice, only this part is read.
         """
         weight = check_shape(weight, self.shape[: target.dim()])
         weight = weight[self.rows, self.columns] if target.dim() == 2 else weight[self.rows]
@@ -234,7 +234,7 @@ def weight_loaders(model: nn.Module) -> dict[str, tuple[Callable, list[Any]]]:
 
 
 def stored_modules(path: str, module: Any, packed_modules_mapping: dict) -> dict[str, list]:
-    """Return a dict of the checkpoint's modules that are in `module`. It maps names to lists with the shard id.
+    """Return a dict that maps the names of the checkpoint's modules in `module` to lists with the shard id.
 
     `path` is the name of `module` in the model. If nothing is merged, the only list is []. If `module` lacks a shard,
     such as the values in some attention layers, the shard's name is left out.

@@ -9,7 +9,7 @@ WHOLE = "whole"  # the shard id of such a tensor in `packed_modules_mapping`
 
 
 class RowsOf:
-    """Some rows of a safetensors slice. They are read when this object is indexed."""
+    """Some rows of a safetensors slice. The rows are read when this object is indexed."""
 
     def __init__(self, weight: Any, first: int, end: int):
         self._weight, self._first, self._num_rows = weight, first, end - first
@@ -25,7 +25,7 @@ class RowsOf:
 
 
 def load_whole(load: Callable, layer: Any, weight) -> torch.Tensor | None:
-    """Load a merged tensor (a weight, a bias or scales). It contains the parts of a merged layer, one after another.
+    """Load a merged tensor (a weight, a bias or scales), which contains a merged layer's parts in order.
 
     load: the parameter's `weight_loader`, which takes a part and its shard id. If there is a single scale, all parts
         use it. Return a tensor with the smallest and the largest value of each part. If `load` returns None, return

@@ -8,8 +8,8 @@ def replace_methods(module: Any, form: type, prefix: str) -> None:
     """Override methods of an object with the methods of `form`.
 
     The object's parameters and their names do not change, and the object is also an instance of its old class. As in
-    PyTorch's `fully_shard`, the new class is a subclass of both `form` and the old class. Its name begins with
-    `prefix`.
+    PyTorch's `fully_shard`, the new class is a subclass of both `form` and the old class. The new class's name begins
+    with `prefix`.
     """
     module.__class__ = _subclass(form, type(module), prefix)
 

@@ -1,4 +1,4 @@
-"""Frequencies of rotary embeddings. They can be scaled to contexts that are longer than in training."""
+"""Frequencies of rotary embeddings. Frequencies can be scaled to contexts that are longer than in training."""
 
 import math
 from collections.abc import Mapping
@@ -68,8 +68,8 @@ def scaled_rope(kind: str, theta: float, rope: dict, raw: Mapping, head_dim: int
 def _llama3_frequencies(inv_freq: torch.Tensor, rope: dict) -> torch.Tensor:
     """Return the frequencies of Llama 3.1. The frequencies of slow pairs are divided by a factor.
 
-    Fast pairs make many turns within the training length. Their frequencies do not change. Between slow and fast pairs,
-    frequencies are interpolated.
+    Fast pairs make many turns within the training length. The frequencies of fast pairs do not change. Between slow and
+    fast pairs, frequencies are interpolated.
     """
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     num_turns = rope["original_max_position_embeddings"] / (2 * math.pi / inv_freq)
@@ -105,7 +105,7 @@ def _yarn_scale(rope: dict) -> float:
 
 
 def _factors(name: str, rope: dict, num_pairs: int, file: Path) -> torch.Tensor:
-    """Return LongRoPE's divisors of frequencies. They are "short" up to the original length, and "long" beyond it."""
+    """Return LongRoPE's divisors of frequencies. The "short" divisors are used up to the original length."""
     factors = rope[f"{name}_factor"]
     if not isinstance(factors, list) or len(factors) != num_pairs:
         raise ValueError(f"{file}: {name}_factor={factors!r:.80}: must be a list of {num_pairs} numbers")

@@ -57,4 +57,4 @@ class TensorParallel:
         """Raise RuntimeError if a rank was lost."""
 
     def close(self) -> None:
-        """Disconnect from the other ranks. They must not be used by any queued work."""
+        """Disconnect from the other ranks. Queued work must not use the other ranks."""

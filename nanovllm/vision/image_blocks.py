@@ -8,7 +8,7 @@ from nanovllm.vision.prompt_images import images_in
 
 
 class ImageBlocks(BlockManager):
-    """Replaces methods of an engine's block manager. Its class does not matter.
+    """Replaces methods of an engine's block manager. The manager may have any class.
 
     A block's contents are its token ids, and the digests of images that have a token in the block. Hashes and
     comparisons include the digests.

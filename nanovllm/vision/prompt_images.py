@@ -8,7 +8,7 @@ import numpy as np
 
 
 class PromptImage(NamedTuple):
-    """An image. Its size fits the tower.
+    """An image of a size that fits the tower.
 
     pixels: uint8 [patches, 3, patch_size, patch_size] as bytes. The patches of a token are adjacent.
     rows, columns: the height and the width of the image in tokens.

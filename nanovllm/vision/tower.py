@@ -1,6 +1,6 @@
-"""The vision tower of Qwen3-VL and Qwen3.5 (arXiv:2511.21631). It maps an image's patches to embeddings of tokens.
+"""The vision tower of Qwen3-VL and Qwen3.5 (arXiv:2511.21631). Maps patches to embeddings of tokens.
 
-Every rank has the whole tower. It encodes one image at a time, so an image's embeddings depend on no other image.
+Every rank has the whole tower. A tower encodes one image at a time, so an image's embeddings depend on no other image.
 """
 
 import torch
@@ -61,7 +61,7 @@ class PatchEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """Learned embeddings on a square grid. They are interpolated for images of any size."""
+    """Learned embeddings on a square grid. The embeddings are interpolated for images of any size."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()
@@ -125,7 +125,7 @@ class PatchMerger(nn.Module):
     """Maps patches [P, hidden_size] to tokens [P / merge_size^2, outputs]. Each square of patches becomes a token."""
 
     def __init__(self, config: VisionConfig, norms_squares: bool):
-        """norms_squares: True if the norm is over a square of patches. Otherwise, it is over each patch."""
+        """norms_squares: True if the norm is over a square of patches. Otherwise, the norm is over each patch."""
         super().__init__()
         self.size = config.hidden_size * config.merge_size**2
         self.norm = LayerNorm(self.size if norms_squares else config.hidden_size)
@@ -180,7 +180,7 @@ class VisionTower(nn.Module):
     def _rotation(self, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines [P, 1, head_dim / 2].
 
-        A patch's row determines the rotation of half of the pairs. Its column determines the others.
+        A patch's row determines the rotation of half of the pairs. The patch's column determines the others.
         """
         rows, columns = (torch.arange(n, dtype=torch.float32, device=self.mean.device) for n in (height, width))
         places = torch.stack((rows[:, None].expand(height, width), columns.expand(height, width)), -1)

@@ -33,7 +33,7 @@ class VisionConfig:
         sizes.
     merge_size: a token stands for a square of `merge_size` x `merge_size` patches.
     grid_side: the side of the square grid of learned position embeddings.
-    deepstack_layers: layers of the tower. Their outputs are also used for the first layers of the text model.
+    deepstack_layers: layers of the tower. Outputs of these layers are also used for the first layers of the text model.
     image_token_id: the id of the placeholder token. A prompt has one placeholder per merged square of an image.
     mrope_section: how many pairs of a head use the temporal, the vertical and the horizontal position.
     image_mean, image_std: the mean and the standard deviation of each color, for pixels from 0 to 1.

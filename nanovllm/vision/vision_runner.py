@@ -197,5 +197,5 @@ class VisionRunner(BatchRunner):
 
 
 def vision_runner(base: type[BatchRunner]) -> type[BatchRunner]:
-    """Return a runner class that takes images. It uses the same device as `base`."""
+    """Return a runner class that takes images. The runner uses the same device as `base`."""
     return type(f"Vision{base.__name__}", (VisionRunner, base), {})

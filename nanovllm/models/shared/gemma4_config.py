@@ -63,7 +63,7 @@ def read_details(raw: dict, sizes: tuple[int | None, ...], file: Path) -> Gemma4
 def _read_sources(raw: dict, sizes: tuple[int | None, ...], file: Path) -> tuple[int, ...]:
     """Return `Gemma4Details.sources`.
 
-    The last layers may have no cache. They read the cache of the last layer with a cache and the same window.
+    The last layers may have no cache. Such layers read the cache of the last layer with a cache and the same window.
     """
     name = f"{file}: num_kv_shared_layers"
     num_own = len(sizes) - check_int(name, raw.get("num_kv_shared_layers", 0), low=0, high=len(sizes))

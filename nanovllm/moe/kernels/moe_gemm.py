@@ -3,8 +3,8 @@
 If weights have 8 bits, GPUs with FP8 units quantize the inputs of both GEMMs to e4m3. Other GPUs convert the weights to
 the dtype of x.
 
-A token has `top_k` results. They are stored separately, and the next norm adds them. Adding the results here would need
-atomic additions, whose order changes from run to run.
+A token has `top_k` results. The results are stored separately, and the next norm adds them. Adding the results here
+would need atomic additions, whose order changes from run to run.
 """
 
 from typing import NamedTuple

@@ -1,6 +1,6 @@
 """Mixture of experts for a few tokens: matrix-vector multiplications with the chosen experts' weights.
 
-If weights have 8 bits, a thread loads LANE adjacent values together. All of them are in the same scale block.
+If weights have 8 bits, a thread loads LANE adjacent values together. These values are in the same scale block.
 """
 
 from typing import NamedTuple

@@ -194,7 +194,7 @@ def _count_kernel(ids_ptr, rows_ptr, num_pairs, first_expert, SIZES: tl.constexp
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_shares"])
 def _scan_kernel(rows_ptr, num_shares, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """Each program handles one expert. It stores the expert's total number of rows in the field of the first share.
+    """Each program handles one expert. The expert's number of rows is stored in the field of the first share.
 
     For each share, store how many rows of other shares sort before the share's rows of this expert.
     """

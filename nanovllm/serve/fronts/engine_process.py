@@ -65,7 +65,7 @@ def make_plan(
 
 
 def run_front(plan: FrontPlan, index: int, end: socket.socket) -> None:
-    """Run a front in this process. Only the engine's process handles Ctrl-C. It then lets the fronts drain."""
+    """Run a front in this process. The engine's process handles Ctrl-C, and then lets the fronts drain."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a terminal may send it if a background group writes its log
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # also drops a SIGINT that arrived while it was blocked

@@ -26,11 +26,12 @@ class NewRequest(NamedTuple):
     prompt_index: the index of the prompt in the call that submitted it.
     kind: DELTA if the replica sends answers in pieces.
     noise_seeds: the noise seed of each answer.
-    generated: the tokens of each answer that the caller has received from a lost replica. They are not sampled again.
+    generated: the tokens of each answer that the caller has received from a lost replica. These tokens are not sampled
+        again.
     beams: the parameters of a beam search; `None` for other requests.
     pooling: the parameters of a request for a vector; `None` for other requests.
     lora_request: the adapter, if any.
-    images: the images of the prompt. Their placeholders are in `token_ids`.
+    images: the images of the prompt. The images' placeholders are in `token_ids`.
     """
 
     request_id: int

@@ -1,4 +1,4 @@
-"""Defines a replica: an engine that receives requests and reports results in messages. It may be a Ray actor."""
+"""Defines a replica: an engine that receives requests and reports results in messages. A replica may be a Ray actor."""
 
 import logging
 import threading

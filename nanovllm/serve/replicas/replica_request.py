@@ -51,8 +51,8 @@ class ReplicaRequest(AsyncRequest):
     The caller gets each delta once. A new replica sends the whole answer, and this class skips the part that the caller
     has received. The new replica samples only the remaining tokens. If the request asks for log-probabilities, the new
     replica samples all tokens again. The noise depends only on the request, so the new replica samples the same tokens,
-    unless rounding errors differ. If it samples another token than the caller has received, the request ends with an
-    error.
+    unless rounding errors differ. If the new replica samples another token than the caller has received, the request
+    ends with an error.
     """
 
     num_cached_tokens = 0  # prompt tokens found in the replica's prefix cache; 0 until the request has ended

@@ -1,4 +1,4 @@
-"""Defines the driver's record of a replica. It contains the replica's process and its current requests."""
+"""Defines the driver's record of a replica. The record contains the replica's process and current requests."""
 
 import asyncio
 import logging

@@ -49,7 +49,7 @@ def _fish(words: Mapping[str, str]) -> str:
 
 
 def _words(parser: argparse.ArgumentParser) -> list[str]:
-    """Return a command's flags and the choices of its arguments. If it takes a model, include the bundled model."""
+    """Return a command's flags and its arguments' choices. If the command takes a model, add the bundled one."""
     words = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
     choices = [choice for action in parser._actions for choice in action.choices or () if not action.option_strings]
     takes_model = any(action.dest == "model" and not action.option_strings for action in parser._actions)

@@ -35,7 +35,7 @@ class LineReader:
                 readline.read_history_file(self._history)
 
     def read(self) -> str:
-        """Return the next line. If it ends with a backslash, the following line continues it.
+        """Return the next line. If a line ends with a backslash, the following line continues it.
 
         Raises EOFError at the end of the input, and KeyboardInterrupt on Ctrl-C.
         """
