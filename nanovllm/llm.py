@@ -29,7 +29,9 @@ class LLM(LLMEngine):
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters in the model's `generation_config.json`, and SamplingParams' defaults for the rest."""
+        """Return the parameters in the model's `generation_config.json`. All other parameters have SamplingParams'
+        defaults.
+        """
         return self.input_processor.default_sampling_params()
 
     def chat(
@@ -79,14 +81,14 @@ class LLM(LLMEngine):
     def add_lora(self, lora_request: "LoRARequest") -> None:
         """Read an adapter, and keep it in host memory until `remove_lora` is called.
 
-        Raises the errors of `lora.adapter_files.read_adapter`, and ValueError without `enable_lora=True`.
+        Raises the errors of `lora.adapter_files.read_adapter`. Raises ValueError unless `enable_lora=True` is set.
         """
         self._adapters().add(lora_request)
 
     def remove_lora(self, lora_int_id: int) -> bool:
-        """Undo `add_lora`, and return whether the adapter had been added.
+        """Undo `add_lora`. Return False if there was nothing to undo.
 
-        Requests that use the adapter still finish.
+        Unfinished requests continue to use the adapter.
         """
         return self._adapters().remove(lora_int_id)
 

@@ -9,7 +9,7 @@ from nanovllm.kernels import operation
 
 @operation
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """Multiply SiLU of the first half by the second half: [T, 2n] -> [T, n] (SwiGLU, arXiv:2002.05202)."""
+    """Map x [T, 2 * n] to silu(x[:, :n]) * x[:, n:] (SwiGLU, arXiv:2002.05202)."""
     gate, up = x.chunk(2, -1)
     return F.silu(gate).mul_(up)
 

@@ -14,7 +14,7 @@ from nanovllm.utils.context import get_context
 def store_kvcache(k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
     """Write keys and values [T, kv_heads, head_dim] to their cache slots [T].
 
-    Slots must not be negative. Device kernels also accept slot -1 for padding, and store nothing there.
+    Slots must not be negative. Device kernels also accept slot -1 for padding tokens, which they do not store.
     """
     cache.store_kvcache(slot_mapping.long(), k, v)
 
@@ -37,7 +37,7 @@ class Attention(nn.Module):
 
     @property
     def k_cache(self) -> torch.Tensor:
-        """The keys in the cache: [blocks, block_size, num_kv_heads, head_dim]."""
+        """The cached keys, a tensor [blocks, block_size, num_kv_heads, head_dim]."""
         return self.cache.k
 
     @property

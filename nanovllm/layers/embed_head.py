@@ -14,9 +14,9 @@ from nanovllm.utils.loader import Shard, parameter
 def embed_shard(
     token_ids: torch.Tensor, weight: torch.Tensor, first_id: int, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Look up embeddings [T, N] in a shard [n, N] of the weight. The shard's first row belongs to token `first_id`.
+    """Return embeddings [T, N] of token ids. `weight` [n, N] is a shard, whose row 0 belongs to token `first_id`.
 
-    Ids outside the shard get zeros. A device's kernel writes the result to `out` [1, T, N], if given. The PyTorch
+    Ids outside the shard get zeros. If `out` [1, T, N] is given, device kernels write the result to it. The PyTorch
     definition ignores `out`.
     """
     local_ids = token_ids - first_id

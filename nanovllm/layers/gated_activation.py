@@ -10,7 +10,7 @@ from nanovllm.kernels.activations import Activation
 
 @operation
 def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """Multiply GELU (approximated with tanh) of the first half by the second half: [T, 2n] -> [T, n]."""
+    """Map x [T, 2 * n] to gelu(x[:, :n]) * x[:, n:]. GELU is approximated with tanh."""
     gate, up = x.chunk(2, -1)
     return F.gelu(gate, approximate="tanh") * up
 
@@ -22,7 +22,7 @@ class GeluAndMul(nn.Module):
 
 @operation
 def gated_activation(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Apply the gated activation to concatenated gate and up projections: [T, 2n] -> [T, n]."""
+    """Apply the gated activation to x [T, 2 * n], which contains gate and up projections. The result is [T, n]."""
     (gate, up), (alpha, cubic, shift, limit) = x.chunk(2, -1), activation
     if limit:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)

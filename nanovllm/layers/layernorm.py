@@ -1,4 +1,4 @@
-"""RMSNorm. If there is a residual, it is added before the norm."""
+"""RMSNorm. The layer first adds the residual, if any."""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from nanovllm.utils.loader import default_weight_loader, parameter
 
 @operation
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute the RMSNorm of x [..., N] with weight [N]. PyTorch computes the norm in float32."""
+    """Return the RMSNorm of x [..., N]. `weight` is [N]. The norm is computed in float32."""
     return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
 
@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None):
         """Return the norm of x [..., hidden_size].
 
-        With a residual, return the norm of `x + residual`, and `x + residual` itself.
+        If `residual` is given, return the norm of `x + residual`, and `x + residual` itself.
         """
         return self.rms_forward(x) if residual is None else self.add_rms_forward(x, residual)
 

@@ -12,7 +12,7 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 
 @operation
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute x W^T + bias: x [T, inputs], weight [outputs, inputs] -> [T, outputs]."""
+    """Return x W^T + bias, which is [T, outputs]. x is [T, inputs], and `weight` is [outputs, inputs]."""
     # oneDNN compiles about half a MiB of code for each number of rows; padding to a few sizes bounds that memory
     num_padding = _padded_rows(len(x)) - len(x) if x.is_cpu and x.dtype is not torch.float32 else 0
     if num_padding:
@@ -23,7 +23,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 def _padded_rows(num_rows: int) -> int:
     """Round 65 to 128 rows up to multiples of 8, 129 to 256 rows to multiples of 16, and so on.
 
-    Above 2,048 rows, round up to multiples of 256.
+    Numbers above 2,048 are rounded up to multiples of 256.
     """
     step = 1 if num_rows <= 64 else min(256, 1 << ((num_rows - 1).bit_length() - 4))
     return -(-num_rows // step) * step
@@ -71,7 +71,7 @@ class ReplicatedLinear(LinearBase):
 
 
 class MergedColumnParallelLinear(LinearBase):
-    """Merges layers with the same input. Each rank computes an equal share of each layer's outputs."""
+    """Merges several layers that read the same input. Each rank computes an equal share of each layer's outputs."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class MergedColumnParallelLinear(LinearBase):
 
 
 class ColumnParallelLinear(MergedColumnParallelLinear):
-    """A layer whose output features are split over the ranks in equal shares."""
+    """A linear layer. Each rank computes an equal share of the output features."""
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False):
         super().__init__(input_size, [output_size], bias)
@@ -113,7 +113,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
     def __init__(
         self, hidden_size: int, head_size: int, num_heads: int, num_kv_heads: int | None = None, bias: bool = False
     ):
-        """The arguments count the heads of all ranks. The attributes `num_heads` and `num_kv_heads` are per rank."""
+        """Arguments are totals over all ranks. The attributes `num_heads` and `num_kv_heads` are per rank."""
         num_kv_heads, tp = num_kv_heads or num_heads, get_construction().tp
         kv_tp = tp.for_heads(num_kv_heads)
         local = tp.shard_size("query heads", num_heads), kv_tp.shard_size("key-value heads", num_kv_heads)
@@ -126,7 +126,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
 
 class RowParallelLinear(LinearBase):
-    """A layer whose input features are split over ranks. Each rank has a slice of x, and the results are summed."""
+    """A linear layer. Each rank reads a slice of the input features, and the ranks' results are summed."""
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False):
         self.input_size, self.output_size = input_size, output_size

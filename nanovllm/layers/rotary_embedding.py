@@ -18,8 +18,8 @@ def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
 class RotaryEmbedding(nn.Module):
     """Rotates the first N numbers of every head. The angle of pair `i` is `position * inv_freq[i]`.
 
-    All layers share one float32 table [max_position, N]. The table's row for a position contains the cosines, then the
-    sines.
+    All layers share one float32 table [max_position, N]. A row belongs to one position, and contains the cosines, then
+    the sines.
     """
 
     def __init__(self, inv_freq: tuple[float, ...], scale: float, max_position: int):
@@ -46,8 +46,8 @@ def get_rope(
 ) -> RotaryEmbedding:
     """Make a RotaryEmbedding for the first `rotary_dim` elements of each head.
 
-    `rope_scaling` is the config.json entry of that name: a "rope_type" and its parameters. Raises ValueError if the
-    entry is invalid.
+    `rope_scaling` is the entry `rope_scaling` of config.json: a "rope_type" and its parameters. Raises ValueError if
+    the entry is invalid.
     """
     if not 0 < rotary_dim <= head_size or rotary_dim % 2:
         raise ValueError(f"rotary_dim={rotary_dim}: must be even, and at most head_size={head_size}")

@@ -4,14 +4,14 @@ As in vLLM, logits are edited in this order:
 
 1. logit biases, and the ban of stop ids by min_tokens
 2. penalties
-3. bad words, and the ids allowed by a request or by its structured output
+3. bad words, and restrictions to allowed ids (by a request or by its structured output)
 4. features that users registered
 5. temperature, min-p, top-k, top-p
 
 features/logit_edits.py implements edits 1 to 3. By default, log-probabilities are computed from the unedited logits.
 
-With several ranks, each rank draws a token from its part of the vocabulary, and the draw with the highest score wins.
-Only min-p, top-k and top-p need complete rows of logits.
+Each rank draws a token from its part of the vocabulary, and the token with the highest score is used. Only min-p, top-k
+and top-p need complete rows of logits.
 """
 
 from typing import NamedTuple
@@ -28,7 +28,7 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 class Sampler(nn.Module):
     """Samples with Gumbel noise: `argmax(logits / temperature + noise)` is a draw from `softmax(logits / temperature)`.
 
-    A draw needs neither a sum over the vocabulary nor a random generator. The noise does not depend on the batch.
+    Sampling needs neither a sum over the vocabulary nor a random generator. The noise does not depend on the batch.
     Temperature 0 means greedy sampling.
     """
 
@@ -47,8 +47,8 @@ class Sampler(nn.Module):
         """Draw token ids [S] int32 from logits [S, shard]. Column 0 belongs to token `first_id`.
 
         `temperatures` [S] is float32, and `positions` [S] is int32. `cutoffs` [S] is int64, and comes from
-        `logit_cutoffs`. `seeds` [S, 2] is int32. By default, PyTorch's generator draws the seeds. A token whose key is
-        below its row's cutoff is not drawn.
+        `logit_cutoffs`. `seeds` [S, 2] is int32. By default, PyTorch's generator draws the seeds. Tokens whose keys are
+        below the row's cutoff are never drawn.
         """
         if seeds is None:
             seeds = torch.randint(-(2**31), 2**31, (len(logits), 2), dtype=torch.int32, device=logits.device)
@@ -95,7 +95,7 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 def philox(counter: tuple, key: tuple, rounds: int = PHILOX_ROUNDS) -> tuple[torch.Tensor, ...]:
     """Compute Philox4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
-    `counter` contains four int64 tensors, and `key` contains two. All values are below 2^32. All shapes broadcast.
+    `counter` contains four int64 tensors, and `key` contains two. All values are below 2^32. Shapes are broadcast.
     """
     words = *counter, *key
     # with hundreds of counters, NumPy takes a third of PyTorch's time; with more counters, NumPy is not slower
@@ -111,9 +111,9 @@ def philox(counter: tuple, key: tuple, rounds: int = PHILOX_ROUNDS) -> tuple[tor
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, quads: torch.Tensor) -> torch.Tensor:
     """Return standard Gumbel noise [N, 4] float32.
 
-    Each number `q` in `quads` [N] stands for the token ids 4 * q to 4 * q + 3. Noise depends only on the seed, the
-    position and the token id. Philox's key is the seed, and its counter is (token id // 4, position, 0, 0). The noise
-    of a token comes from output word `token id % 4`.
+    Each number `q` in `quads` [N] stands for the token ids 4 * q to 4 * q + 3. The noise depends only on the seed, the
+    position and the token id. Philox's key is the seed, and its counter is (token id // 4, position, 0, 0). Philox's
+    output word `token id % 4` becomes the token's noise.
     """
     zero = torch.zeros_like(quads)
     words = philox((quads, positions.long(), zero, zero), (seeds.long() & _WORD).unbind(-1))
@@ -125,7 +125,7 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, quads: torch.Tens
 def add_noise(
     scores: torch.Tensor, is_drawn: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, first_id: int
 ) -> torch.Tensor:
-    """Add noise to the scores [S, n] of the tokens that can win. Column 0 belongs to token `first_id`.
+    """Add noise to the `scores` [S, n] of the tokens that can win. Column 0 of `scores` belongs to token `first_id`.
 
     Noise is between -2.9 and 22.9, so a token more than 26 below the best score can't win. Greedy rows get no noise.
     """
@@ -143,7 +143,7 @@ def add_noise(
 
 
 def token_keys(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Return int64 keys that sort tokens by float32 logit, and tokens with equal logits by descending id.
+    """Return int64 keys, which order tokens by float32 logit. If logits are equal, a lower id has a higher key.
 
     The high word of a key orders tokens by logit. The low word is `~token_id`.
     """
@@ -160,8 +160,8 @@ KEEPS_ALL = token_keys(*_LEAST_LIKELY).item()  # no token's key is below this cu
 class SamplingRows(NamedTuple):
     """The rows of the S sequences that get a token in this step.
 
-    Token ids are cached in the same blocks as keys and values, so penalties also count the tokens of a cached prefix.
-    If a sequence is recomputed, its token ids are written again.
+    Token ids are cached in the same blocks as keys and values, so penalties also apply to the tokens of a cached
+    prefix. If a sequence is recomputed, its token ids are written again.
     """
 
     params: torch.Tensor  # [S, WIDTH] int32
@@ -172,17 +172,17 @@ class SamplingRows(NamedTuple):
     num_finished_programs: torch.Tensor  # [S or more] int32, a kernel's scratch: zeros before and after the kernel
 
     def column(self, name: str) -> torch.Tensor:
-        """Return a parameter's value for each row: [S], in float32 unless the parameter is declared as an integer."""
+        """Return a parameter's values [S], one for each row. Values are float32, unless declared as integers."""
         return column(self.params, name)
 
 
 @operation
 def logit_cutoffs(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Return each row's cutoff [S] int64: the smallest key (see `token_keys`) that passes min-p, top-k and top-p.
+    """Return cutoffs [S] int64: each row's smallest key (see `token_keys`) that passes min-p, top-k and top-p.
 
-    Tokens are filtered in descending order of their keys. First, min-p drops unlikely tokens, and top-k keeps the first
-    k of the rest. Then top-p renormalizes the probabilities, and keeps tokens until their sum reaches `top_p`. Greedy
-    rows and rows without filters get KEEPS_ALL.
+    Tokens are filtered in descending order of their keys. First, min-p drops unlikely tokens. Of the remaining tokens,
+    top-k keeps the first k. Then top-p renormalizes the probabilities, and keeps tokens until their sum reaches
+    `top_p`. Greedy rows and rows without filters get KEEPS_ALL.
     """
     out = torch.full((len(logits),), KEEPS_ALL, dtype=torch.int64, device=logits.device)
     if not (rows.params[:, FILTERS] != _NO_FILTERS.to(logits.device)).any():

@@ -106,7 +106,9 @@ class AdapterConfig:
         return rank
 
     def scale_of(self, module: str) -> float:
-        """Return the factor of B A: alpha / rank, or alpha / sqrt(rank) with `use_rslora` (arXiv:2312.03732)."""
+        """Return the factor by which B A is multiplied: alpha / rank, or alpha / sqrt(rank) if `use_rslora`
+        (arXiv:2312.03732).
+        """
         rank = self.rank_of(module)
         return _find(self.alpha_pattern, module, self.alpha) / (sqrt(rank) if self.use_rslora else rank)
 
@@ -122,7 +124,7 @@ def matches(patterns: str | tuple[str, ...], module: str) -> bool:
 
 
 def _find(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """As in PEFT, return the value of the first pattern that matches the end of the module's name."""
+    """Return the value of the first pattern that matches the end of the module's name, as in PEFT."""
     found = (value for pattern, value in patterns.items() if re.match(END_OF_NAME.format(pattern), module))
     return next(found, default)
 

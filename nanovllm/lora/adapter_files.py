@@ -62,7 +62,7 @@ class AdapterRegistry:
         self._added[request.lora_int_id] = self.get(request)
 
     def remove(self, lora_int_id: int) -> bool:
-        """Undo `add`. Running requests keep the adapter until they end. Return whether the adapter had been added."""
+        """Undo `add`. Running requests keep the adapter until they end. Return False if there was nothing to undo."""
         return self._added.pop(lora_int_id, None) is not None
 
 
@@ -115,7 +115,7 @@ def read_adapter(
 
 
 def _modules(tensors: AdapterTensors, known: Collection[str]) -> dict[str, str]:
-    """Map the model's name of each adapted module to the name in the file. `known` contains the model's names."""
+    """Map each adapted module's name in the model to its name in the file. `known` contains the names in the model."""
     modules: dict[str, str] = {}
     for name in tensors.names:
         path, kind = next(((name[: -len(kind)], kind) for kind in MATRICES if name.endswith(kind)), (name, ""))
@@ -139,7 +139,9 @@ def _modules(tensors: AdapterTensors, known: Collection[str]) -> dict[str, str]:
 
 
 def _check_targets(file: Path, config: AdapterConfig, modules: dict[str, str], names: list[str]) -> None:
-    """Check that the config names all of `modules`, and that `modules` contains every required module in `names`."""
+    """Check that the config names all of `modules`. Also check that `modules` contains every required module in
+    `names`.
+    """
     for stored in modules.values():
         if not config.includes(stored):
             raise ValueError(f"{file}: {PREFIX}{stored}: does not match target_modules in {config.file}")

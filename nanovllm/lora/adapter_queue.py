@@ -20,7 +20,7 @@ class AdapterSlots:
     """
 
     def __init__(self, num_slots: int, write: Callable[[int, Adapter], None]):
-        """`write(slot, adapter)` stores an adapter on all ranks, for steps that are launched later."""
+        """`write(slot, adapter)` stores an adapter on all ranks. Steps that are launched later can use the adapter."""
         self.num_slots, self._write = num_slots, write
         self._stored: OrderedDict[Adapter, None] = OrderedDict()  # the least recently used adapter is first
         self._free = [*reversed(range(num_slots))]
@@ -56,7 +56,7 @@ class AdapterQueue(WaitingQueue):
     """A waiting queue whose `first` skips sequences that can't get a slot for their adapter.
 
     A slot is in use while a sequence with its adapter runs. While a sequence waits for a slot, later sequences may
-    overtake it. At most `max_num_seqs` of the overtaking sequences may use adapters, so a slot eventually becomes free.
+    overtake it. At most `max_num_seqs` of these later sequences may use adapters, so a slot eventually becomes free.
     """
 
     def __init__(self, scheduler: "Scheduler", slots: AdapterSlots):
@@ -80,7 +80,7 @@ class AdapterQueue(WaitingQueue):
             self._overtaking.add(seq.key)
 
     def first(self) -> Sequence | None:
-        """Return the first sequence that can run, and store its adapter on the devices."""
+        """Return the first sequence that can run. The sequence's adapter is stored on the devices."""
         blocked: Sequence | None = None
         firsts = [queue[0] for queue in self._by_adapter.values()]
         for seq in sorted(firsts, key=attrgetter("order")):

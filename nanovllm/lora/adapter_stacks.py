@@ -24,8 +24,8 @@ from nanovllm.utils.replace import replace_methods
 class Target(NamedTuple):
     """A module of the checkpoint that can have an adapter, and its place in the model.
 
-    A module has several parts if the checkpoint stores several layers as one merged module. All experts of a layer
-    share one module for each projection.
+    A module has several parts if the module is merged, so that it contains several layers. All experts of a layer share
+    one module for each projection.
     """
 
     stack: LoRAStack
@@ -35,12 +35,12 @@ class Target(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The whole module's numbers of inputs and outputs, before the module is split among the ranks."""
+        """The numbers of inputs and outputs of the whole module. (Each rank has a part of the module.)"""
         sizes = [shard.shape for _, shard in self.shards]
         return sizes[0][1], sum(size[0] for size in sizes)
 
     def write(self, slot: int, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Copy this rank's parts of A [experts, rank, inputs] and B [experts, outputs, rank] to a slot."""
+        """Write an adapter to a slot: this rank's parts of A [experts, rank, inputs] and B [experts, outputs, rank]."""
         stack, rank, begin = self.stack, a.shape[1], 0
         of_rank = slice(self.first_expert, self.first_expert + stack.experts)
         of_slot = slice(slot * stack.experts, (slot + 1) * stack.experts)
@@ -140,14 +140,14 @@ class AdapterStacks:
 
 
 def _local_sizes(shards: list[Any]) -> tuple[int, int]:
-    """Return how many of a layer's inputs and outputs belong to this rank, whatever the shape of the stored weight."""
+    """Return how many of a layer's inputs and outputs belong to this rank. (Quantized weights have other shapes.)"""
     first = shards[0].parts[0]
     rows = (len(range(piece.shape[0])[piece.rows]) for shard in shards for piece in shard.parts)
     return len(range(first.shape[1])[first.columns]), sum(rows)
 
 
 def add_adapters(model: Any, config: Config, device: torch.device) -> None:
-    """Prepare a loaded model for adapters on its linear layers and experts, but not on the output head or routers."""
+    """Prepare a loaded model for adapters. The output head and routers can't have adapters."""
     model.adapters = AdapterStacks(model, config, device)
     for module in model.modules():
         is_swiglu = activation_of(getattr(module, "act_fn", None)) == SWIGLU

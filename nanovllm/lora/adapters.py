@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def set_adapters(requests: Sequence["Request"], lora_request: Any, processor: "InputProcessor") -> None:
-    """Give each request's sequences the request's adapter, if any.
+    """If a request has an adapter, give the adapter to the request's sequences.
 
     `lora_request` is one LoRARequest or None for all requests, or a list with one element for each request. Raises
     TypeError for other types. Raises ValueError if a list has a wrong length, or if an adapter is given without

@@ -1,14 +1,14 @@
 """Reads the adapters of experts, which PEFT stores in two forms.
 
-With transformers 4, the projections of each expert are linear layers with adapters of their own, such as
-`experts.3.gate_proj`.
+In transformers 4, each projection of each expert is a linear layer, such as `experts.3.gate_proj`, and has its own
+adapter.
 
-With transformers 5, PEFT's `target_parameters` adapts the stacked parameters `experts.gate_up_proj` and
+In transformers 5, PEFT's `target_parameters` adapts the stacked parameters `experts.gate_up_proj` and
 `experts.down_proj`. Rows `e * rank` to `e * rank + rank - 1` of A [experts * rank, inputs] belong to expert `e`. In B
-[outputs, rank * experts], columns `e`, `experts + e`, `2 * experts + e` and so on belong to expert `e`. In most models,
-PEFT before version 0.20 swaps inputs and outputs. The names of the matrices, `experts.lora_A` and
-`experts.base_layer.lora_A`, show only the order in which PEFT found the parameters. Only the shapes show which
-parameter is adapted, and whether inputs and outputs are swapped.
+[outputs, rank * experts], columns `e`, `experts + e`, `2 * experts + e` and so on belong to expert `e`. For most
+models, PEFT versions before 0.20 swap inputs and outputs. The names of the matrices, `experts.lora_A` and
+`experts.base_layer.lora_A`, show only the order in which PEFT found the parameters. The shapes show which parameter is
+adapted, and whether inputs and outputs are swapped.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ WRAPPED = ".base_layer"  # what PEFT adds to the experts' name if another parame
 
 
 class ExpertsShape(NamedTuple):
-    """The sizes of a mixture of experts, before it is split among the ranks."""
+    """The sizes of a mixture of experts. The sizes are totals over all ranks."""
 
     num_experts: int
     hidden_size: int
@@ -38,7 +38,7 @@ class ExpertsShape(NamedTuple):
         return sizes[::-1] if projection == "down_proj" else sizes
 
     def single_names(self, path: str) -> list[str]:
-        """Return the names of all projections of all experts under the name `path`."""
+        """Return the names of all experts' projections. The names begin with `path`."""
         return [f"{path}.{i}.{projection}" for i in range(self.num_experts) for projection in PROJECTIONS]
 
     @property
@@ -100,7 +100,7 @@ class ExpertReader:
     def _read_single(self, path: str, projection: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Read adapters of single experts.
 
-        Experts without an adapter get zeros, and matrices of a smaller rank are padded with zeros.
+        An expert without an adapter gets zeros. Zeros also pad matrices that have a smaller rank.
         """
         count, (inputs, outputs) = self._experts[path].num_experts, self._experts[path].of_expert(projection)
         names = {i: f"{path}.{i}.{projection}" for i in range(count)}

@@ -19,9 +19,10 @@ MAX_TOKENS = 4096  # tokens that are computed at a time; few, because each token
 
 @operation
 def expert_linear(x: torch.Tensor, experts: Any, name: str, expert_ids: torch.Tensor) -> torch.Tensor:
-    """Multiply each row of x [P, inputs] by its expert's weight, and add the bias: [P, outputs].
+    """Multiply each row of x [P, inputs] by its expert's weight, and add the bias. Return [P, outputs].
 
-    `name` is "gate_up_proj" or "down_proj", and `expert_ids` is [P]. Rows for the experts of other ranks become zeros.
+    `name` is "gate_up_proj" or "down_proj", and `expert_ids` is [P]. If the expert of a row is on another rank, the
+    row's result is zero.
     """
     outputs = experts.hidden_size if name == "down_proj" else 2 * experts.local_size
     y, indices = x.new_zeros(len(x), outputs), expert_ids - experts.first_expert
@@ -66,7 +67,7 @@ class AdaptedExperts:
 
 
 def adapt_experts(experts: Experts, gate_up: LoRAStack, down: LoRAStack, slots_of_requests: torch.Tensor) -> None:
-    """Make `experts` add the results of adapters to its own results."""
+    """Make the Experts object `experts` add the results of adapters to its own results."""
     replace_methods(experts, AdaptedExperts, "Adapted")
     experts.gate_up_adapters, experts.down_adapters = gate_up, down  # type: ignore[assignment]
     experts.slots_of_requests = slots_of_requests  # type: ignore[assignment]

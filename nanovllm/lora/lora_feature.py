@@ -19,8 +19,9 @@ NO_SLOT = -1
 class RequestAdapters(StepFeature):
     """Writes the slots of newly admitted sequences to `AdapterStacks.slots_of_requests`.
 
-    With `enable_lora`, every sequence has this feature. Each new sequence overwrites the slot that an ended sequence
-    with the same request index may have left. The feature's state for a sequence is the sequence's Adapter, or None.
+    If `enable_lora` is set, every sequence has this feature. Each new sequence overwrites the slot that an earlier
+    sequence with the same request index has left. The feature's state for a sequence is the sequence's Adapter, or
+    None.
     """
 
     @classmethod
@@ -37,7 +38,7 @@ class RequestAdapters(StepFeature):
 
     @classmethod
     def forget(cls, seq: Sequence) -> None:
-        """Release the adapter now, because ended sequences stay in memory until garbage is collected."""
+        """Release the adapter now. The ended sequence itself stays in memory until garbage is collected."""
         seq.feature_state["lora"] = None
 
     def __init__(self, runner: "ModelRunner"):

@@ -1,7 +1,7 @@
 """Adds the results of low-rank adapters to the results of linear layers.
 
 A layer's adapter computes B (A x), where A is [rank, inputs] and B is [outputs, rank]. The rows of a step may have
-different adapters, or none. Each layer that the checkpoint stores separately has its own A and B.
+different adapters, or none. The layers in a merged module have separate matrices A and B.
 """
 
 from functools import cached_property
@@ -41,7 +41,7 @@ class LoRAStack(NamedTuple):
 
 @operation
 def group_rows(slots: torch.Tensor, num_slots: int) -> Any:
-    """Group the rows by slot for `add_lora`, given each row's slot [T] int32.
+    """Group rows by slot, for `add_lora`. `slots` [T] int32 contains each row's slot.
 
     This definition returns (slot, row indices) pairs.
     """
@@ -52,8 +52,8 @@ def group_rows(slots: torch.Tensor, num_slots: int) -> Any:
 class AdapterRows:
     """The slots of a step's rows.
 
-    slots: [T] int32, negative for rows without an adapter. For experts, `slot * experts + expert` takes the place of a
-        slot.
+    slots: [T] int32, negative for rows without an adapter. In a mixture of experts, `slot * experts + expert` takes the
+        place of a slot.
     """
 
     def __init__(self, slots: torch.Tensor, num_slots: int):
@@ -68,9 +68,9 @@ class AdapterRows:
 def add_lora(
     y: torch.Tensor, x: torch.Tensor, stack: LoRAStack, rows: AdapterRows, gated: bool = False
 ) -> torch.Tensor:
-    """Add B (A x) of each row's adapter to y [T, outputs] in place, for x [T, inputs], and return y.
+    """Add B (A x) of each row's adapter to y [T, outputs] in place. x is [T, inputs]. Return y.
 
-    If `gated`, return `silu_and_mul` of y.
+    If `gated` is True, return `silu_and_mul(y)` instead.
     """
     for slot, indices in rows.groups:
         begin = 0
@@ -122,7 +122,7 @@ class LoRAFormat(WeightFormat):
         return self.base.best_split_k(layer, x, max_split_k)
 
     def factors(self, layer: LinearBase, x: NormInput) -> None:
-        """Return None, so that no fused kernel computes this matmul without the adapter's result."""
+        """Return None. Otherwise, a fused kernel would compute this matmul without the adapter's result."""
 
     def _rows(self) -> AdapterRows:
         plans = get_context().plans  # the plans of this step, made in the first layer of the step

@@ -35,10 +35,9 @@ class Adapter:
     """The weights of an adapter in host memory. An engine has at most one Adapter for each LoRARequest.
 
     ranks: the rank of each module in `AdapterStacks.targets`. 0 means that the adapter does not change the module.
-    weights: the matrices A [rank, inputs] and B [outputs, rank] of each changed module, one after another in a flat
-        tensor. B includes the scale of the adapter. For a projection of experts, A and B contain the matrices of all
-        experts.
-    salt: a 64-bit hash of the ranks and weights. The salt prevents adapters from sharing cached prefixes.
+    weights: a flat tensor. For each changed module, it contains A [rank, inputs] and then B [outputs, rank]. B includes
+        the scale of the adapter. For a projection of experts, A and B contain the matrices of all experts.
+    salt: a 64-bit hash of the ranks and weights, so that different adapters don't share cached prefixes.
     slot: where the adapter is stored on the devices, or None.
     """
 

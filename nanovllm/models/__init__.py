@@ -1,14 +1,15 @@
 """Finds the model family of a checkpoint, and reads the checkpoint's shape.
 
 A family is a module of this package, named after the `model_type` in config.json and imported on first use. The
-family's class has the architecture's name in transformers: the module `qwen3_moe` contains `Qwen3MoeForCausalLM`. The
-class is constructed as `cls(config)`. In this ModelConfig, `max_position_embeddings` is the maximum length of a
-sequence in the engine. CONTRIBUTING.md shows how to add a family. The class has:
+family's class has the architecture's name in transformers: the module `qwen3_moe` contains `Qwen3MoeForCausalLM`.
+`cls(config)` constructs a model from a ModelConfig, whose `max_position_embeddings` is the engine's maximum sequence
+length. CONTRIBUTING.md shows how to add a family. The class has:
 
-- `read_config(raw, file)`: returns the family's fields of ModelConfig as a dict, from the content `raw` of config.json.
-  Raises a ValueError that names `file` if the class does not support the model
+- `read_config(raw, file)`: returns a dict of the family's fields of ModelConfig. `raw` is the content of config.json.
+  If the class does not support the model, raises a ValueError that names `file`
 - `hidden_acts`: supported values of `hidden_act` in config.json
-- `packed_modules_mapping`: maps a checkpoint's module to (the merged module, the shard id in the merged module)
+- `packed_modules_mapping`: a dict that maps a module of the checkpoint to (the merged module, the shard id in the
+  merged module)
 - `config`: the ModelConfig
 - `lm_head`: a ParallelLMHead
 - `model`, or `model.language_model`, with an `nn.ModuleList` named `layers`. Startup on CUDA runs a few of the layers
@@ -19,9 +20,9 @@ The class may have:
 
 - `layer_types`: supported values in config.json's `layer_types`, by default `full_attention`
 - `reads`: entries of NEUTRAL that the class supports
-- `defaults`: values of entries that may be absent from config.json or its `text_config`
+- `defaults`: the values of entries that config.json or its `text_config` may omit
 - `unused_prefixes`: name prefixes of tensors that the class ignores
-- `may_be_nested`: whether the class also computes the text model of multimodal checkpoints
+- `may_be_nested`: True if the class also computes the text model of multimodal checkpoints
 
 Layers get their rank and the dtype of their weights from utils/construction.py.
 """
@@ -98,7 +99,7 @@ class ModelConfig:
 
     @classmethod
     def read(cls, folder: Path, quantization: str | None = None, raw: dict | None = None) -> "ModelConfig":
-        """Read the config.json in `folder`, or use its content `raw`. `quantization` is the setting of that name.
+        """Read the config.json in `folder`, or use its content `raw`. `quantization` is the setting `quantization`.
 
         If the file is invalid or the model is not supported, raises a ValueError or TypeError that names the file.
         """
@@ -160,7 +161,7 @@ class ModelConfig:
 
     @property
     def layer_operations(self) -> int:
-        """The average number of operations per layer that matmuls need for one token."""
+        """The number of operations in matmuls for one token, averaged over the layers."""
         queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         feed_forward = 3 * self.intermediate_size
         if self.moe:
@@ -172,7 +173,7 @@ class ModelConfig:
 
     @property
     def context_of_equal_cost(self) -> float:
-        """The context length at which attention takes as much time as a layer's matmuls.
+        """The context length at which a layer's attention takes as long as its matmuls.
 
         Attention computes about two thirds as many operations per second as matmuls do.
         """
@@ -184,7 +185,7 @@ class ModelConfig:
 def read_rope(raw: dict, head_dim: int, file: Path) -> tuple[tuple[float, ...], float, int, Any]:
     """Return ModelConfig's fields `rope_inv_freq`, `rope_scale`, `max_position_embeddings` and `rope_long`.
 
-    Transformers 5 writes RoPE's settings to `rope_parameters`, and older versions to `rope_theta` and `rope_scaling`.
+    Transformers 5 writes RoPE's settings to `rope_parameters`. Older versions write `rope_theta` and `rope_scaling`.
     `rope_scaling` overrides `rope_parameters`, because users add `rope_scaling` to enable longer contexts.
     """
     rope = {name: raw[name] for name in ("rope_theta", "partial_rotary_factor") if raw.get(name) is not None}
@@ -217,7 +218,7 @@ def _eos_token_ids(file: Path, raw: dict, vocab_size: int) -> frozenset[int]:
 
 
 def dtype_in_use(wanted: str | torch.dtype, stored: torch.dtype, device: str, folder: Path) -> tuple[torch.dtype, str]:
-    """Return the engine's dtype and, if `wanted` (the setting `dtype`) is "auto", the reason for this dtype."""
+    """Return the engine's dtype. If `wanted` (the setting `dtype`) is "auto", also return the reason."""
     if wanted != "auto":
         name = str(wanted).removeprefix("torch.")
         check_choice("dtype", name, ("auto", *DTYPES))
@@ -231,7 +232,7 @@ def dtype_in_use(wanted: str | torch.dtype, stored: torch.dtype, device: str, fo
 
 
 def cpu_multiplies(dtype: torch.dtype) -> bool:
-    """Return whether the CPU has instructions for matmuls in a 16-bit dtype, and whether PyTorch uses them.
+    """Return whether PyTorch uses instructions of the CPU for matmuls in this 16-bit dtype.
 
     Emulated matmuls take up to seven times as long as float32 matmuls.
     """
@@ -245,6 +246,6 @@ def cpu_multiplies(dtype: torch.dtype) -> bool:
 
 
 def cpu_memory() -> int:
-    """Return how many bytes this process may use: the machine's memory, or the container's limit if it is lower."""
+    """Return how many bytes of memory this process may use. A container's limit may be below the machine's memory."""
     limits = [file.read_text().strip() for file in MEMORY_LIMITS if file.is_file()]  # a number, or "max"
     return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *(int(x) for x in limits if x.isdigit())])

@@ -47,7 +47,7 @@ class Gemma3DecoderLayer(nn.Module):
         return self.post_feedforward_layernorm(self.feed_forward(x, residual)), residual
 
     def feed_forward(self, x: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Map `x`, the norm of `hidden_states`, to the MLP's output. Gemma 4 overrides the method to add experts."""
+        """Return the MLP's output for `x`, the normalized `hidden_states`. Gemma 4's override adds experts."""
         return self.mlp(x)
 
 

@@ -1,4 +1,4 @@
-"""The text part of Gemma 4 12B: a plain decoder. The whole model reads images and audio without a tower.
+"""The text part of Gemma 4 12B: a plain decoder. The complete model has no tower for images or audio.
 
 There are no experts and no per-layer embeddings.
 """

@@ -1,4 +1,4 @@
-"""gpt-oss: a Llama with biases, attention sinks, windows in every other layer, and mixtures of experts.
+"""gpt-oss: a Llama with biases, attention sinks and mixtures of experts. Every second layer has a window.
 
 The experts have biases and a variant of SwiGLU (`Activation`). Published weights of experts are in MXFP4.
 """
@@ -22,7 +22,7 @@ from nanovllm.utils.merged_tensors import WHOLE
 
 
 class GptOssAttention(LlamaAttention):
-    """Each head has a sink: an additional score in the softmax, without a value (arXiv:2309.17453)."""
+    """Each head has a sink (arXiv:2309.17453): the softmax includes one more score, which belongs to no value."""
 
     def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding, window: int | None):
         super().__init__(config, rotary_emb)

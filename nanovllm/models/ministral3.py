@@ -1,4 +1,4 @@
-"""Ministral 3: a Llama that scales queries up with their position, so that attention stays sharp in long contexts."""
+"""Ministral 3: a Llama whose queries grow with their position, which keeps attention sharp in long contexts."""
 
 from pathlib import Path
 from typing import ClassVar, NamedTuple

@@ -1,4 +1,4 @@
-"""Phi-3, Phi-4 and Phi-4-mini: a Llama whose checkpoints contain merged weights for q, k and v, and for gate and up."""
+"""Phi-3, Phi-4 and Phi-4-mini: a Llama. Checkpoints merge the weights of q, k and v, and those of gate and up."""
 
 from typing import ClassVar
 

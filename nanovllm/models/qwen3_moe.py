@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 with mixtures of experts as feed-forward layers, except in layers that the config declares dense."""
+"""Qwen3-MoE: Qwen3 with mixtures of experts as feed-forward layers. The config can declare some layers dense."""
 
 from pathlib import Path
 

@@ -15,7 +15,7 @@ from nanovllm.moe.experts import Experts
 
 
 def load_any_order(load: Callable, shape: tuple[int, int], param: torch.Tensor, weight: Any, *shard_id: int) -> Any:
-    """Load a stack of experts. Each expert's weight has `shape`, or is stored transposed."""
+    """Load a stack of expert weights. Each weight has the shape `shape`, or the transposed shape."""
     if not (callable(weight) or shard_id):  # random numbers have any shape; single experts are never transposed
         stored = weight.shape if isinstance(weight, torch.Tensor) else weight.get_shape()
         weight = weight[:].transpose(1, 2) if tuple(stored[1:]) == shape[::-1] != shape else weight

@@ -1,4 +1,4 @@
-"""Loads experts from checkpoints that store each expert's tensors separately, or in stacks of another layout."""
+"""Loads experts from checkpoints that do not stack the tensors of experts, or that use stacks of another layout."""
 
 from collections.abc import Callable, Collection
 from functools import partial
@@ -27,8 +27,8 @@ def split_experts(loaders: dict[str, tuple[Callable, list[int]]], model: nn.Modu
 def load_alternating(load: Callable, name: str, stack: Any) -> torch.Tensor | None:
     """Load a stack of weights [experts, inputs, outputs] or biases [experts, outputs].
 
-    A quantized stack is passed to `load` unchanged. In an unquantized stack, the outputs of the gate and up projections
-    alternate. `load` takes the stack in the layout that Experts uses.
+    In an unquantized stack, outputs of the gate projection alternate with outputs of the up projection. The stack is
+    passed to `load` in the layout that Experts uses. A quantized stack is passed to `load` unchanged.
     """
     if callable(stack) or not name.endswith(("_proj", "_proj_bias")):
         return load(stack)

@@ -1,4 +1,4 @@
-"""Mixture of experts: for each token, a router chooses a few of many feed-forward networks (arXiv:1701.06538)."""
+"""Mixture of experts (arXiv:1701.06538): a router chooses a few experts (feed-forward networks) for each token."""
 
 from typing import Any, ClassVar
 
@@ -23,10 +23,10 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose `top_k` experts for each token from logits [T, experts].
 
-    Return weights (float32) and expert ids, both [T, top_k + num_shared]. Chosen experts come first, by descending
-    logit and then by ascending id. The shared experts, which every token uses, come last. The weight of a chosen expert
-    is its probability in a softmax over all experts that are not shared. With `renormalize`, the weights of the chosen
-    experts add up to 1. The weight of a shared expert is the sigmoid of its logit.
+    Return weights (float32) and expert ids, both [T, top_k + num_shared]. Chosen experts come first. Chosen experts are
+    sorted by descending logit, then by ascending id. The shared experts, which every token uses, come last. The weight
+    of a chosen expert is its probability in a softmax over all experts that are not shared. If `renormalize` is True,
+    the weights of the chosen experts add up to 1. The weight of a shared expert is the sigmoid of its logit.
     """
     logits, gates = logits.float().tensor_split((logits.shape[1] - num_shared,), 1)
     expert_ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
@@ -42,7 +42,8 @@ def route(
 class ExpertsFormat:
     """The weight format of `Experts`.
 
-    In this class, weights have the dtype of the activations. quantization/ defines formats with 8 and 4 bits.
+    In this class, weights have the dtype of the activations. Subclasses in quantization/ define 8-bit and 4-bit
+    formats.
     """
 
     # suffix of one expert's tensor in a checkpoint -> suffix of the stacked parameter that contains this tensor
@@ -63,8 +64,8 @@ class Experts(nn.Module):
     """This rank's part of the experts, with stacked weights.
 
     Each expert is a gated feed-forward network, which is divided over the ranks. Shared experts come last in the
-    stacks. Checkpoints name shared experts differently, so other modules load them through views of the stacks. With
-    `config.expert_parallel`, each rank has the same number of whole experts, and no shared experts.
+    stacks. Checkpoints name shared experts differently, so other modules load them through views of the stacks. If
+    `config.expert_parallel` is True, each rank has an equal number of whole experts instead, and no shared experts.
     """
 
     uses_cuda_graphs = False  # the host reads how many tokens each expert has
@@ -93,7 +94,7 @@ class Experts(nn.Module):
         self.format = ExpertsFormat()
 
     def tensors_of_experts(self) -> dict[str, tuple[nn.Parameter, tuple[int, int]]]:
-        """Return a dict that maps the name of each expert's tensor to (parameter, (expert, shard id)).
+        """Return a dict that maps the name of a tensor of one expert to (parameter, (expert, shard id)).
 
         Names are relative to this module. The parameter's `weight_loader` takes the tensor, the expert and the shard
         id.
@@ -117,7 +118,7 @@ class Experts(nn.Module):
         return Shard((self.size, self.hidden_size), self.size_tp.local_slice(self.size), first_row=first_row)
 
     def _load_gate_up(self, target: torch.Tensor, weight, *expert_and_shard_id: int) -> torch.Tensor | None:
-        """Load the gate and up weights of all experts, [experts, 2 * size, hidden], or of one expert.
+        """Load the gate and up weights [experts, 2 * size, hidden] of all experts, or one weight of one expert.
 
         Also load the biases of all experts, [experts, 2 * size].
         """
@@ -132,7 +133,7 @@ class Experts(nn.Module):
         return target
 
     def _load_down(self, target: torch.Tensor, weight, *expert_and_shard_id: int) -> torch.Tensor | None:
-        """Load the down projection's weights of all experts, [experts, hidden, size], or of one expert."""
+        """Load the down weights [experts, hidden, size] of all experts, or the weight of one expert."""
         if expert_and_shard_id:
             return self._load_one(target, weight, *expert_and_shard_id)
         weight = check_shape(weight, (self.num_experts, self.hidden_size, self.size))
@@ -151,7 +152,7 @@ class Experts(nn.Module):
         return self.shard(shard_id).copy(stacked[index], weight) if 0 <= index < self.num_local else None
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
-        """Map x [T, hidden] to the weighted sum of this rank's expert outputs: [T, hidden].
+        """Map x [T, hidden] to [T, hidden], the weighted sum of the outputs of this rank's experts.
 
         `weights` and `expert_ids` [T, choices] come from `route`.
         """
@@ -169,7 +170,7 @@ class Experts(nn.Module):
         return out.to(x.dtype)
 
     def linear(self, x: torch.Tensor, name: str, index: int) -> torch.Tensor:
-        """Multiply x [rows, inputs] by one local expert's part of the stacked weight `name`, and add the bias."""
+        """Multiply x [rows, inputs] by one local expert's weight, and add the bias. `name` names the stacked weight."""
         bias = getattr(self, f"{name}_bias")
         return linear(x, self.format.weight(self, name, index, x.dtype), None if bias is None else bias[index])
 
@@ -190,7 +191,7 @@ class Router(ReplicatedLinear):
 
 
 class MoE(nn.Module):
-    """A layer whose router chooses experts for each token, and whose output is the weighted sum of expert outputs."""
+    """A router chooses experts for each token. The layer's output is a weighted sum of the experts' outputs."""
 
     def __init__(self, hidden_size: int, config: MoEConfig):
         super().__init__()

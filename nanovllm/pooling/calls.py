@@ -28,11 +28,11 @@ def embed(
 
     prompts: the same kinds of prompts as for `generate`.
     dimensions, normalize: see PoolingParams.
-    prompt_name: the name of one of the checkpoint's prompts, such as "query", to put before each text.
-    instruction: a description of the queries' task. The instruction is put before each text as "Instruct: ...", the
-        form that Qwen3-Embedding expects.
+    prompt_name: the name of a prompt in the checkpoint, such as "query". This prompt is put before each text.
+    instruction: a description of the queries' task. The description is put before each text as "Instruct: ...", which
+        Qwen3-Embedding expects.
 
-    Raises the errors of `generate`, and ValueError if the task is not "embed".
+    Raises the errors of `generate`. Raises ValueError if the task is not "embed".
     """
     check_task(self.config, "embed")
     prefix = prefix_of(self.config, prompt_name, instruction)
@@ -56,7 +56,7 @@ def score(
     instruction, template: see `pooling_prompts.pair_prompt`.
     use_activation: see PoolingParams.
 
-    Raises the errors of `generate`, and ValueError if the task is not "score".
+    Raises the errors of `generate`. Raises ValueError if the task is not "score".
     """
     check_task(self.config, "score")
     pairs = pairs_of(query, documents)
@@ -71,12 +71,12 @@ def classify(
     use_tqdm: bool = True,
     priority: list[int] | None = None,
 ) -> list[PoolingOutput]:
-    """Return the probabilities of the classes for each prompt. A reward model has a single class.
+    """Return the probability of each class for each prompt. A reward model has a single class.
 
     prompts: the same kinds of prompts as for `generate`.
     use_activation: see PoolingParams.
 
-    Raises the errors of `generate`, and ValueError if the task is neither "classify" nor "score".
+    Raises the errors of `generate`. Raises ValueError if the task is neither "classify" nor "score".
     """
     check_task(self.config, "classify", "score")
     return _run(self, as_prompts(prompts), PoolingParams(use_activation=use_activation), use_tqdm, priority)

@@ -1,4 +1,4 @@
-"""Reads from a checkpoint whether to compute embeddings, scores or classes, and which tokens of a text to use."""
+"""Reads the settings for embeddings, scores or classes from a checkpoint."""
 
 import json
 from dataclasses import dataclass, field
@@ -23,16 +23,16 @@ ANSWERS = ("no", "yes")  # Qwen3-Reranker's answers: irrelevant, relevant
 class PoolingConfig:
     """How an engine computes a vector from a text, for the tasks "embed", "score" and "classify".
 
-    num_values: the size of the vector that a step computes for a text: the hidden size, or the number of logits.
-    mode: "last" uses the hidden state of the last token, "cls" the first token's, and "mean" the mean over all tokens.
+    num_values: how many numbers a step computes for a text: the hidden size, or the number of logits.
+    mode: "last" uses the hidden state of the last token, "cls" uses that of the first token, and "mean" uses the mean.
     normalize: whether embeddings are divided by their Euclidean norm by default.
     activation: maps logits to scores or probabilities: "sigmoid", "softmax" or "identity".
     labels: the names of the classes, or () for embeddings.
-    token_ids: the ids of the tokens whose logits score a text: (irrelevant, relevant) or (relevant,). The tuple is
+    token_ids: (irrelevant, relevant) or (relevant,), the ids of the tokens whose logits become a score. The tuple is
         empty if the checkpoint has a classification head, or if the task is "embed".
-    prompts: prefixes of texts, by name, from `config_sentence_transformers.json`.
-    default_prompt_name: the name of the prefix for texts whose caller gives no name.
-    dimensions: the sizes to which embeddings may be shortened, or () for any size.
+    prompts: a dict that maps names to prefixes of texts. The dict comes from `config_sentence_transformers.json`.
+    default_prompt_name: the name of the prefix that is used if the caller gives no name.
+    dimensions: the sizes to which embeddings may be shortened. () means any size.
     """
 
     num_values: int
@@ -55,7 +55,7 @@ def find_pooling_task(folder: Path) -> str:
 
 
 def read_pooling_config(folder: Path, tokenizer: Path, task: str, model: "ModelConfig") -> PoolingConfig:
-    """Read a checkpoint's settings for `task`. Raises a ValueError that names the file for unsupported settings."""
+    """Read a checkpoint's settings for `task`. Raises a ValueError that names the file if they are not supported."""
     file = folder / "config.json"
     raw = read_json(file)
     # with "vision", text attends to earlier tokens only
@@ -117,7 +117,7 @@ def _read_embedding(folder: Path, modules: dict[str, Path], raw: dict) -> dict[s
 
 
 def _answer_ids(tokenizer: Path, modules: dict[str, Path], vocab_size: int) -> tuple[int, ...]:
-    """Return the ids of the tokens that mean irrelevant and relevant, or only the id that means relevant."""
+    """Return the ids of two tokens, which mean irrelevant and relevant, or only the id of the second token."""
     if "LogitScore" in modules:
         entries = read_json(file := modules["LogitScore"] / "config.json")
         found = [entries.get("false_token_id"), entries.get("true_token_id")]

@@ -10,7 +10,7 @@ from nanovllm.engine.outputs import CompletionOutput, Record, RequestMetrics
 class PoolingOutput(Record):
     """The vector that was computed for a text: an embedding, a score, or the probabilities of classes.
 
-    prompt: the text, with its instruction or template; None if the prompt was passed as token ids.
+    prompt: the text, including its instruction or template; None if the prompt was passed as token ids.
     data: a NumPy array of float32; None if the request was aborted.
     labels: the names of the classes, in the order of `data`.
     """

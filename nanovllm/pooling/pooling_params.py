@@ -28,7 +28,7 @@ class PoolingParams:
         check_fields(self)
 
     def check(self, config: "Config") -> None:
-        """Raise ValueError if the engine's model can't serve these parameters."""
+        """Raise ValueError if the engine's model does not support these parameters."""
         if self.dimensions is not None:
             check_task(config, "embed")
             check_int("dimensions", self.dimensions, low=1, high=config.pooling.num_values)

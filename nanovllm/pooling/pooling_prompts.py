@@ -1,4 +1,4 @@
-"""Makes the prompts of embeddings and rerankers: instructions, named prompts, and pairs of a query and a document."""
+"""Makes prompts for embeddings (texts with a prefix) and for rerankers (pairs of a query and a document)."""
 
 import re
 from typing import Any
@@ -24,7 +24,7 @@ RERANKER_FAMILIES = ("qwen3",)  # their rerankers use this template, unless the 
 
 
 def prefix_of(config: Config, prompt_name: str | None, instruction: str | None) -> str:
-    """Return the prefix of a text to embed. Raises ValueError for an unknown `prompt_name`."""
+    """Return the prefix of a text that will be embedded. Raises ValueError if `prompt_name` is unknown."""
     prompts = config.pooling.prompts
     if instruction is not None:
         if prompt_name is not None:
@@ -63,10 +63,10 @@ def pair_prompt(
 ) -> TokensPrompt:
     """Return the prompt for scoring a document against a query.
 
-    The text comes from `template`, which contains `{query}`, `{document}` and, if needed, `{instruction}`. Without
-    `template`, a chat template with the roles "query" and "document" makes the text. Without a template of either kind,
-    RERANKER_TEMPLATE makes the text for RERANKER_FAMILIES. For other checkpoints, the tokenizer joins the query and the
-    document.
+    The text comes from `template`, which contains `{query}`, `{document}` and, if needed, `{instruction}`. If there is
+    no `template`, a chat template with the roles "query" and "document" makes the text. If there is no such chat
+    template, RERANKER_TEMPLATE makes the text for RERANKER_FAMILIES. In other families, the tokenizer joins the query
+    and the document.
     """
     tokenizer = processor.tokenizer
     if template is None and _has_roles(tokenizer):

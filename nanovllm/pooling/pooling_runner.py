@@ -52,7 +52,7 @@ class ClassificationHead(EmbeddingHead):
 
 
 class AnswerHead(ClassificationHead):
-    """The rows of a language model's output head that belong to a few tokens."""
+    """A few rows of a language model's output head. Each row belongs to one token."""
 
     def __init__(self, token_ids: tuple[int, ...], vocab_size: int, hidden_size: int):
         super().__init__(len(token_ids), hidden_size)
@@ -65,7 +65,7 @@ class AnswerHead(ClassificationHead):
         return param
 
     def tie(self, embedding: Any) -> None:
-        """Load the rows from the embedding's weight, because the checkpoint has no tensor for the output head."""
+        """Load the rows from the weight of the embedding. The checkpoint contains no output head."""
         load_embedding, weight = embedding.weight.weight_loader, self.weight.data
 
         def load(param: torch.Tensor, loaded_weight: Any) -> torch.Tensor:
@@ -80,8 +80,8 @@ class AnswerHead(ClassificationHead):
 class PoolingRunner(BatchRunner):
     """Computes a vector for each prompt that a step completes.
 
-    In the mode "last", a vector depends only on the last hidden state. In other modes, a table on the device holds the
-    partial vector of each prompt until the prompt's last chunk is computed.
+    In the mode "last", a vector depends only on the last hidden state. In other modes, a table on the device stores a
+    partial vector for each prompt until the prompt's last chunk is computed.
     """
 
     partial_vectors: Any = None  # [requests + 1, hidden_size] float32, by request index
@@ -112,7 +112,7 @@ class PoolingRunner(BatchRunner):
             self.partial_vectors = torch.zeros(size, dtype=torch.float32, device=self.device)
 
     def run_batch(self, batch: DeviceBatch) -> tuple[torch.Tensor, SamplerInput]:
-        """Run the model. In modes other than "last", the task's head reads pooled vectors [S, hidden_size]."""
+        """Run the model. Unless the mode is "last", the task's head reads pooled vectors [S, hidden_size]."""
         hidden_states, x = super().run_batch(batch)
         if self.config.pooling.mode != "last":
             x = x._replace(hidden_states=self.pool(hidden_states, batch))
@@ -136,7 +136,7 @@ class PoolingRunner(BatchRunner):
         return vectors[sampled] if self.config.pooling.mode == "cls" else vectors[sampled] / lengths[sampled, None]
 
     def sample_and_accept(self, x: SamplerInput) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute vectors [S, N]. Return the step's results: the bits of the vectors, as int32."""
+        """Compute vectors [S, N]. The step's results are the vectors' bits, as int32."""
         # `compute_logits` may scale logits, which the family defines only for logits of tokens
         head = self.model.compute_logits if self.config.pooling.token_ids else self.model.lm_head
         results = head(x.hidden_states).contiguous().view(torch.int32)
@@ -151,5 +151,5 @@ class PoolingRunner(BatchRunner):
 
 
 def pooling_runner(base: type[BatchRunner]) -> type[BatchRunner]:
-    """Return a runner class whose steps compute vectors, for the same device as `base`."""
+    """Return a runner class whose steps compute vectors. The runner uses the same device as `base`."""
     return type(f"Pooling{base.__name__}", (PoolingRunner, base), {})

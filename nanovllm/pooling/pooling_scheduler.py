@@ -33,8 +33,8 @@ class PooledResult(NamedTuple):
 class PoolingScheduler(Scheduler):
     """A scheduler that ends a sequence when its vector has arrived. No step decodes.
 
-    A prompt's blocks are free as soon as its last step is scheduled, because the device runs steps in order. A full
-    step of short prompts can therefore be launched before the vectors of the previous step have arrived.
+    The device runs steps in order, so the blocks of a prompt are free as soon as the prompt's last step is scheduled. A
+    full step of short prompts can therefore be launched before the previous step's vectors have arrived.
     """
 
     def schedule(self, prompts_first: bool = False) -> ScheduledStep | None:

@@ -5,10 +5,11 @@ See nanovllm/docs/quantization.md.
 Each module in `formats/` defines one format. The format's name is the module's name with dashes instead of underscores.
 The module has one or both of these functions:
 
-- `read_config(raw, file)` turns the `quantization_config` of a config.json into a QuantConfig, if `quant_method` is the
-  format's name. The function raises a ValueError that names `file` if the configuration is not supported.
-- `config_on_load()` returns the QuantConfig if the setting `quantization` is the format's name. The loader then
-  quantizes weights.
+- `read_config(raw, file)` is called if `quant_method` is the format's name. The function turns `raw`, the
+  `quantization_config` of a config.json, into a QuantConfig. If the configuration is not supported, the function raises
+  a ValueError that names `file`.
+- `config_on_load()` is called if the setting `quantization` is the format's name. The function returns the QuantConfig
+  for weights that the loader quantizes.
 """
 
 from collections.abc import Callable
@@ -21,9 +22,9 @@ from typing import Any
 def find_quantization(raw: dict | None, file: Path, setting: str | None) -> Any:
     """Return the QuantConfig for `raw` (`quantization_config` in config.json) and the setting `quantization`.
 
-    NVIDIA Model Optimizer may describe the format in a separate file next to config.json. Return None if there is
-    neither a description nor a setting. Raise ValueError or TypeError if the format is not supported, or if the setting
-    differs from the checkpoint's format.
+    NVIDIA Model Optimizer may describe the format in another file next to config.json. Return None if there is neither
+    a description nor a setting. Raise ValueError or TypeError if the format is not supported, or if the setting differs
+    from the checkpoint's format.
     """
     config = None
     if raw:

@@ -1,12 +1,12 @@
 """A KV cache in FP8 (e4m3). An FP8 cache stores nearly twice as many tokens as a bfloat16 cache of the same size.
 
-For each token and head, the key has a scale, and the value has a scale. A scale depends only on its key or value, so
-the cache needs no calibration. The quantization of a token does not depend on other tokens, on chunks of the prompt, or
-on the number of ranks. Attention always reads the cache, even in the step that stores a token. A prefix hit, a
-preemption or a copy of blocks therefore does not change an answer.
+Each key has a scale, and each value has a scale. (A token has one key and one value for each head.) A scale depends
+only on its key or value, so the cache needs no calibration. The scales of a token do not depend on other tokens, on
+chunks of the prompt, or on the number of ranks. Attention always reads the cache, even in the step that stores a token.
+Prefix hits, preemptions and copies of blocks therefore do not change an answer.
 
-With heads of dimension 128, a key, its value and their scales (`kernels/e4m3.py`) take 260 bytes, compared
-with 512 bytes in bfloat16.
+If the head dimension is 128, a key and its value take 260 bytes, including the scales (`kernels/e4m3.py`). In bfloat16,
+they take 512 bytes.
 """
 
 from math import prod
@@ -24,7 +24,7 @@ class FP8KVCache(KVCache):
 
     The dtype is `torch.float8_e4m3fn` on devices with FP8 units, and uint8 with the same bits on other devices.
 
-    `scales` is [blocks, kv_heads, block_size] int32. Each word packs the bfloat16 scales of a key and its value,
+    `scales` is [blocks, kv_heads, block_size] int32. Each word contains two bfloat16 scales, of a key and its value,
     because kernels can load 32-bit words in advance. The words of a head are adjacent, because a program of a kernel
     reads the tokens of one head.
     """
@@ -65,7 +65,7 @@ class FP8KVCache(KVCache):
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize rows x [..., head_dim] to e4m3. Return the bits as uint8 [..., head_dim], and bfloat16 scales [...].
+    """Quantize rows x [..., head_dim] to e4m3. Return uint8 bits [..., head_dim] and bfloat16 scales [...].
 
     A scale is the row's largest magnitude divided by 448, the largest e4m3 value. If the row contains NaN or infinity,
     the scale is infinite.

@@ -1,8 +1,8 @@
 """Implements linear layers with FP8 weights and FP8 activations (W8A8) on GPUs with FP8 units.
 
-A single row is not quantized, because reading the weights limits the speed of the row's matmul. If there are several
-rows, the kernel of the preceding norm or activation quantizes them. Without a preceding norm or activation, a separate
-kernel quantizes the rows.
+A single row is not quantized, because the speed of its matmul is limited by reading the weights. Several rows are
+quantized by the kernel of the preceding norm or activation. If nothing precedes the layer, a separate kernel quantizes
+the rows.
 """
 
 from functools import cache
@@ -79,8 +79,8 @@ class FP8Linear(ScaledLinear):
     def _quantized(self, x: NormInput) -> ops.QuantizedRows:
         """Quantize x in the norm's kernel if possible.
 
-        A separate kernel quantizes x if the norm is already computed, or if the norm's kernel must add several ranks'
-        results.
+        A separate kernel quantizes x if the norm was computed before, or if the norm's kernel adds the results of
+        several ranks.
         """
         residual = x.residual_before
         if x.total is not None:
@@ -108,7 +108,7 @@ class FP8Linear(ScaledLinear):
         return y if out is None else out[0].copy_(y)
 
     def act_fn(self) -> "FP8SiluAndMul":
-        """Return an activation module that quantizes its results for this layer."""
+        """Return an activation module. The module quantizes its results for this layer."""
         return FP8SiluAndMul(self)
 
 
@@ -128,7 +128,7 @@ FUSED_ACTIVATIONS[FP8SiluAndMul.forward] = SWIGLU
 
 @cache
 def _has_scaled_mm(device: torch.device, is_row: bool) -> bool:
-    """Return whether PyTorch can multiply e4m3 matrices that have a scale per row (`is_row`) or per block."""
+    """Return whether PyTorch can multiply e4m3 matrices. Each row (if `is_row`) or block has a scale."""
     if device.type != "cuda":
         return False
     size = 512

@@ -1,8 +1,8 @@
-"""Stores, loads and dequantizes 4-bit weights of any checkpoint format.
+"""Stores, loads and dequantizes 4-bit weights. Any checkpoint format is possible.
 
 A weight [N, K] consists of 4-bit codes for values. A value is an integer ("int4"), or a floating-point number with two
-exponent bits and one mantissa bit ("e2m1", OCP Microscaling Formats 1.0). Each group of adjacent values in a row of the
-weight shares a scale and, in some formats, a zero point. The weight is (value - zero) * scale.
+exponent bits and one mantissa bit ("e2m1", OCP Microscaling Formats 1.0). In a row of the weight, each group of
+adjacent values shares a scale and, in some formats, a zero point. A code stands for the weight (value - zero) * scale.
 """
 
 from collections.abc import Callable
@@ -53,9 +53,9 @@ class PackedScheme:
     """Describes a 4-bit weight, and the tensors that store it in a checkpoint.
 
     tensors: (name, field of Packed, reader) of each tensor in the checkpoint. `name` is the end of the tensor's name.
-    For the field `words`, `reader` converts the tensor of a whole weight to codes [N, K]. For other fields, `reader`
-    converts the tensor to the field's shape. The field "contiguous" stands for a tensor of group ids that must be in
-    order. If `tensors` is empty, 16-bit weights are quantized while they are loaded.
+    The `reader` of the field `words` converts the tensor of a whole weight to codes [N, K]. The other readers convert a
+    tensor to the field's shape. The field "contiguous" means a tensor of group ids, which must be in order. If
+    `tensors` is empty, 16-bit weights are quantized while they are loaded.
     """
 
     codes: str
@@ -110,8 +110,8 @@ def dequantize_packed(weight: Packed, dtype: torch.dtype) -> torch.Tensor:
 def quantize(weight: torch.Tensor, group_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Round a weight [N, K] to integers with zero points. Return words, scales in `dtype`, and zero points.
 
-    The integers of a group span the range from the group's smallest to its largest weight. A scale is not finite if a
-    weight of its group is not finite.
+    The integers of a group cover the range from the group's smallest weight to its largest weight. If any weight of a
+    group is not finite, the group's scale is not finite.
     """
     parts = [_quantize(part, group_size, dtype) for part in weight.split(ROWS_AT_A_TIME)]
     return tuple(torch.cat(found) for found in zip(*parts))
@@ -130,8 +130,8 @@ def _quantize(weight: torch.Tensor, group_size: int, dtype: torch.dtype) -> tupl
 class PackedWeight:
     """The parameters of a layer's 4-bit weight, with loaders.
 
-    `parameters` maps the checkpoint's name of each tensor to a parameter. `select` is as in ScaledWeight. Raise
-    ValueError if the border between two ranks' inputs cuts a group.
+    `parameters` maps each tensor's name in the checkpoint to a parameter. `select` is described in ScaledWeight. Raise
+    ValueError if a group belongs to the inputs of two ranks.
     """
 
     advice = "use fewer ranks"  # the end of this error's message
@@ -227,7 +227,7 @@ class PackedWeight:
         return torch.cat(filled) if field in ("scales", "row_scales") else None
 
     def _load_groups(self, target: torch.Tensor | None, index: tuple[int, ...], ids: torch.Tensor) -> None:
-        """Load the group id of each input. Without a `target`, check that the groups are contiguous."""
+        """Load the group id of each input. If there is no `target`, check that the groups are contiguous."""
         if target is None:
             first = torch.arange(len(ids), device=ids.device) // self.packed.group_size
             if not torch.equal(first + self.first_group, ids.long()):
@@ -240,7 +240,7 @@ class PackedWeight:
         target[index].copy_(ids)
 
     def _random(self, field: str, weight: Callable, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return dummy data for `field`: random codes, equal scales or zero points, or the ids of contiguous groups."""
+        """Return dummy data for `field`: random codes, equal scales, equal zero points, or contiguous groups."""
         if field == "words":
             return ((weight(shape).float() / BOUND + 1) * 8).clamp(0, 15).to(torch.uint8)
         if field in DUMMY:

@@ -24,7 +24,7 @@ def packed_linear(
     split_k: int = 1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute `split_linear` with a 4-bit weight, then apply the activation."""
+    """Compute `split_linear` with a 4-bit weight. Then apply the activation."""
     y = split_linear(x, dequantize_packed(weight, x.dtype), bias, 1, out)
     return y if act is None else act(y)
 
@@ -35,7 +35,7 @@ def best_packed_split_k(x: torch.Tensor, weight: Packed, max_split_k: int) -> in
 
 
 class PackedLinear(WeightFormat):
-    """The format of 4-bit weights that kernels convert while reading them."""
+    """The format of 4-bit weights. Kernels convert the weights while they read them."""
 
     def __init__(self, layer: LinearBase, scheme: PackedScheme):
         shards, shape = [layer.shard(*shard_id) for shard_id in layer.shard_ids()], tuple(layer.weight.shape)
@@ -49,7 +49,7 @@ class PackedLinear(WeightFormat):
         return self.weight.packed
 
     def move_to_end(self, stack: Packed) -> None:
-        """Store the weight as the last weight of `stack`. The weight must not be loaded yet."""
+        """Make the weight the last weight of `stack`. The weight must not be loaded yet."""
         self.weight.move_to(stack.of(-1))
 
     def linear(self, layer: LinearBase, x: Any, bias=None, split_k: int = 1, out=None) -> torch.Tensor:
@@ -103,7 +103,7 @@ class PackedStack(PackedWeight):
         return (self.shards[shard_id], (index,)) if 0 <= index < self.num_local else None
 
     def _quantize(self, target: torch.Tensor, weight, *arguments) -> torch.Tensor | None:
-        """Quantize the weight of one expert, or of all experts if `arguments` is empty."""
+        """Quantize the weight of one expert. If `arguments` is empty, quantize the weights of all experts."""
         if arguments:
             return super()._quantize(target, weight, *arguments)
         for part, *arguments in self._parts(weight):
@@ -111,7 +111,7 @@ class PackedStack(PackedWeight):
         return self.packed.scales[: self.num_local]  # a shared expert is loaded separately
 
     def _load(self, field: str, read: Callable, target: torch.Tensor, weight, *arguments) -> torch.Tensor | None:
-        """Load a tensor of one expert, or of all experts if `arguments` is empty."""
+        """Load a tensor of one expert. If `arguments` is empty, the tensor contains all experts."""
         if arguments:
             return super()._load(field, read, target, weight, *arguments)
         if callable(weight):
@@ -130,7 +130,7 @@ class PackedStack(PackedWeight):
         return torch.cat([part for part in filled if part is not None]) if field == "scales" else None
 
     def _parts(self, weight) -> Iterator[tuple[torch.Tensor, int, int]]:
-        """Yield (weight, expert, shard id) for each of this rank's experts in a stack."""
+        """Yield (weight, expert, shard id) for each expert in a stack that belongs to this rank."""
         sizes = [shard.shape[0] for shard in self.shards.values()]
         weight = check_shape(weight, (self.num_experts, sum(sizes), next(iter(self.shards.values())).shape[1]))
         for expert in range(self.first_expert, self.first_expert + self.num_local):

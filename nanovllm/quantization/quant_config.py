@@ -33,12 +33,12 @@ Scheme = QuantScheme | PackedScheme  # all layers of a model have the same kind
 class QuantConfig:
     """The quantization scheme of each linear layer of a model.
 
-    groups: pairs of (name patterns, scheme). A layer gets the scheme of the first group with a matching pattern.
+    groups: pairs (name patterns, scheme). A layer gets the scheme of the first pair that has a matching pattern.
     ignore: name patterns of layers that are not quantized.
 
     A pattern can be the name of a module in the checkpoint, the end of this name, or the name of a parent module.
-    "Linear" matches all layers. A pattern that begins with "re:" is a regular expression for the beginning of the name.
-    Embeddings, the output head and routers are never quantized.
+    "Linear" matches all layers. If a pattern begins with "re:", the rest is a regular expression, which must match the
+    beginning of the name. Embeddings, the output head and routers are never quantized.
     """
 
     name: str  # the format's name in the setting `quantization`
@@ -65,7 +65,7 @@ class QuantConfig:
         return all(scheme.quantizes for _, scheme in self.groups)
 
     def own_name(self, name: str) -> str:
-        """Return the model's name for the tensor that the checkpoint calls `name`.
+        """Return a tensor's name in the model. `name` is the tensor's name in the checkpoint.
 
         Some checkpoints use the name of block scales, `weight_scale_inv`, for the single scale of a weight.
         """
@@ -82,7 +82,7 @@ class QuantConfig:
         loaders |= {name: (check_zero, []) for name in stored if name.endswith(self.zero) and name not in loaders}
 
     def scheme_of(self, module: str) -> Scheme | None:
-        """Return the scheme of the module with this name in the checkpoint, or None if the module is not quantized."""
+        """Return the scheme of a module, or None. `name` is the module's name in the checkpoint."""
         names = nested_names(module)
         if any(_matches(pattern, name) for pattern in self.ignore for name in names):
             return None

@@ -41,10 +41,10 @@ class QuantScheme:
         return Block(self.block_rows or shape[0], self.block_columns or shape[1])
 
     def local_block(self, shards: list[Shard], columns: int) -> Block:
-        """Return the largest block size for this rank's shards such that no block crosses the border of a shard.
+        """Return the largest block size at which no block crosses the border of a shard of this rank.
 
-        Both sides of a block are powers of two, unless the block spans whole rows. If a border between ranks cuts a
-        block of the checkpoint, several smaller blocks get copies of that block's scale.
+        Both sides of a block are powers of two, unless the block spans whole rows. If a shard's border cuts a block of
+        the checkpoint, the block becomes several smaller blocks with equal scales.
         """
         if self.block_columns is not None:
             columns = power_of_two(self.block_columns, columns)
@@ -67,7 +67,7 @@ class QuantScheme:
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantize a weight [N, K].
 
-        Return values [N, K], and scales [ceil(N / rows), ceil(K / columns)]; the last blocks may be smaller.
+        Return values [N, K], and scales [ceil(N / rows), ceil(K / columns)]. The last blocks may be smaller.
         """
         rows, columns = self.block_of(tuple(weight.shape))
         parts = [self._quantize(part, rows, columns) for part in weight.split(-(-ROWS_AT_A_TIME // rows) * rows)]
@@ -103,7 +103,7 @@ def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
 
 @operation
 def min_block_columns(values: torch.Tensor) -> int:
-    """Return the minimum number of inputs per scale that kernels for several rows need."""
+    """Kernels for several rows need a minimum number of inputs per scale. Return this minimum."""
     return 1
 
 
@@ -113,9 +113,9 @@ class ScaledWeight:
     `values` is [..., N, K], and `scales` is [..., N / rows, K / columns]. If the checkpoint has no scales, `scales` is
     a tensor, not a parameter.
 
-    `select` takes the arguments of a `weight_loader`. `select` returns a shard of the checkpoint's weight, and the
-    index of the shard's matrix in the stack. The index is () if there is only one matrix. `select` returns None if the
-    shard belongs to another rank.
+    `select` takes the arguments of a `weight_loader`. `select` returns a shard of the checkpoint's weight, and an
+    index: the place of the shard's matrix in the stack, or () if there is only one matrix. If the shard belongs to
+    another rank, `select` returns None.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class ScaledWeight:
             self.scales = parameter(shape, self._load_scales, torch.float32)
 
     def _load_values(self, values: torch.Tensor, weight, *arguments) -> torch.Tensor | None:
-        """Load a shard of a checkpoint's values, or quantize a weight. NaN in the weight leads to NaN in the result."""
+        """Load a shard of a checkpoint's values, or quantize a weight. The result contains NaN if the weight does."""
         if (selected := self.select(*arguments)) is None:
             return None
         shard, index = selected
@@ -154,7 +154,7 @@ class ScaledWeight:
         return callable(weight) or isinstance(weight, torch.Tensor) or self.scheme.scale_name is None
 
     def quantize_shard(self, weight: torch.Tensor, shard: Shard, index: tuple[int, ...]) -> torch.Tensor:
-        """Quantize a whole weight, because a block may exceed a shard.
+        """Quantize a whole weight, because blocks may be larger than shards.
 
         Copy the quantized shard, and return the shard's scales.
         """
@@ -169,7 +169,7 @@ class ScaledWeight:
         return self._copy_scales(weight[...], *selected)
 
     def _copy_scales(self, scales: torch.Tensor, shard: Shard, index: tuple[int, ...]) -> torch.Tensor:
-        """Copy a shard's part of the whole weight's scales, and return the copy."""
+        """Copy the scales of a shard, and return the copy. `scales` contains the scales of the whole weight."""
         (n, k), block = shard.shape, self.scheme.block_of(shard.shape)
         needed = self.scheme.scales_shape(shard.shape)
         if scales.numel() != needed[0] * needed[1]:
@@ -185,13 +185,13 @@ class ScaledWeight:
 
 
 def _slice_of(indices: list[int]) -> slice | list[int]:
-    """Return a slice if the indices are consecutive, because indexing with a list waits for a copy to the device."""
+    """Return a slice if the indices are consecutive. A list would be copied to the device, and the host would wait."""
     begin, end = indices[0], indices[-1] + 1
     return slice(begin, end) if indices == list(range(begin, end)) else indices
 
 
 def _nan_of(values: torch.Tensor) -> torch.Tensor:
-    """Return a one-element tensor that is NaN if any value is NaN. PyTorch has no `aminmax` for float8."""
+    """Return a tensor with one element, which is NaN if any value is NaN. PyTorch has no `aminmax` for float8."""
     if values.dtype == torch.int8:
         return torch.zeros(1, device=values.device)
     has_nan = (values.view(torch.uint8) & 0x7F).amax() == 0x7F

@@ -8,7 +8,7 @@ from nanovllm.utils.loader import Shard, check_shape
 
 
 class ScaledExperts(ExpertsFormat):
-    """The format of 8-bit weights that are multiplied in the dtype of the activations (W8A16)."""
+    """The format of 8-bit weights for matmuls in the dtype of the activations (W8A16)."""
 
     is_scaled = True
 
@@ -40,7 +40,7 @@ class ScaledExperts(ExpertsFormat):
 
 
 class FP8Experts(ScaledExperts):
-    """The format for GPUs with FP8 units: steps with many tokens quantize the activations too (W8A8)."""
+    """The format for GPUs with FP8 units. If a step has many tokens, activations are quantized too (W8A8)."""
 
     quantizes_activations = True
 
@@ -59,7 +59,7 @@ class StackedWeight(ScaledWeight):
         return (self.shards[shard_id], (index,)) if 0 <= index < self.num_local else None
 
     def _load_values(self, values: torch.Tensor, weight, *arguments) -> torch.Tensor | None:
-        """Load the weight of one expert, or the unquantized weights of all experts if `arguments` is empty."""
+        """Load one expert's weight. If `arguments` is empty, load the unquantized weights of all experts."""
         if arguments:
             return super()._load_values(values, weight, *arguments)
         if not self.must_quantize(weight):

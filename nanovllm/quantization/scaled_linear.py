@@ -22,7 +22,7 @@ def scaled_linear(
     split_k: int = 1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute `split_linear` with the weight `values` times `scales` (see scaled.py), then apply the activation."""
+    """Compute `split_linear` with the weight `values * scales` (see scaled.py). Then apply the activation."""
     y = split_linear(x, dequantize(values, scales, x.dtype), bias, 1, out)
     return y if act is None else act(y)
 
@@ -31,10 +31,10 @@ def scaled_linear(
 def best_scaled_split_k(
     values: torch.Tensor, scales: torch.Tensor, num_rows: int, max_split_k: int, max_rows: int | None = None
 ) -> int:
-    """Return the best `split_k` for `scaled_linear`, at most `max_split_k`.
+    """Return the best `split_k` for `scaled_linear`. The maximum is `max_split_k`.
 
-    `max_rows` is None unless rows are quantized. For more than `max_rows` rows, only the kernel for quantized rows can
-    split K.
+    `max_rows` is None unless rows are quantized. If there are more than `max_rows` rows, only the kernel for quantized
+    rows can split K.
     """
     return 1
 
@@ -47,7 +47,7 @@ class Quantized:
 
 
 class ScaledLinear(WeightFormat):
-    """The format of 8-bit weights that kernels convert while reading them."""
+    """The format of 8-bit weights. Kernels convert the weights while they read them."""
 
     max_split_k_rows: int | None = None
 
@@ -61,7 +61,7 @@ class ScaledLinear(WeightFormat):
         self.values, self.scales = self.weight.values.data, self.weight.scales.data
 
     def move_to_end(self, stack: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Store the weight as the last weight of `stack`, which is (values, scales).
+        """Make the weight the last weight of `stack`, which is (values, scales).
 
         The weight must not be loaded yet.
         """

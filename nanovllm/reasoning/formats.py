@@ -7,9 +7,9 @@ from typing import NamedTuple
 class ReasoningFormat(NamedTuple):
     """The two markers that enclose the reasoning before an answer.
 
-    is_open: whether the model starts inside the reasoning by default, and so writes no begin marker. A prompt with a
-        marker can override this default.
-    inner: special tokens that may follow the begin marker in a prompt, and so do not begin a turn.
+    is_open: True if the model starts inside the reasoning by default, so that it writes no begin marker. If the prompt
+        contains a marker, the marker overrides this default.
+    inner: special tokens that may follow the begin marker in a prompt. They do not begin a turn.
     """
 
     begin: str
@@ -40,12 +40,12 @@ HINTS = "reasoning_content", "enable_thinking", "thinking", "reasoning_effort"
 
 
 def template_text(chat_template: str | Mapping[str, str] | None) -> str:
-    """Return the text of a chat template, or the joined texts of several named templates."""
+    """Return a chat template's text. If there are several named templates, join their texts."""
     return "\n".join(chat_template.values()) if isinstance(chat_template, Mapping) else chat_template or ""
 
 
 def format_of(chat_template: str) -> str | None:
-    """Return the name of a chat template's reasoning format, or None if the template has no known format."""
+    """Return the name of the reasoning format that a chat template uses, or None if no known format is found."""
     if HARMONY.begin in chat_template:
         return "openai_gptoss"
     if "[THINK]" in chat_template:

@@ -1,13 +1,14 @@
 """The harmony format of gpt-oss (cookbook.openai.com/articles/openai-harmony): an answer is a sequence of messages.
 
-A message is `<|start|>`, a header, `<|message|>`, a body, and `<|end|>`, `<|return|>` or `<|call|>`. The prompt ends
-with `<|start|>assistant`, so an answer begins within a header. The header names a channel and, in a call, a recipient:
+A message consists of `<|start|>`, a header, `<|message|>`, a body, and one of `<|end|>`, `<|return|>` and `<|call|>`.
+The prompt ends with `<|start|>assistant`, so an answer begins within a header. The header names a channel and, in a
+call, a recipient:
 
     <|channel|>analysis<|message|>Paris is meant.<|end|>
     <|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
 
 The channel `analysis` is reasoning, `final` is the answer, and `commentary` is a call or the text before calls. Models
-sometimes call functions in `analysis`, or omit the end of a message. If the end of a message is missing, `<|start|>`
+sometimes call functions in `analysis`, or omit the token that ends a message. If this token is missing, `<|start|>`
 ends the message.
 """
 
@@ -46,7 +47,7 @@ class HarmonyMarkers:
             raise ValueError("reasoning_parser='openai_gptoss': the vocabulary lacks harmony's control tokens")
 
     def start(self, prompt_token_ids: list[int]) -> "HarmonyReasoning":
-        """Return the state at the beginning of an answer to this prompt, whose last message may be incomplete."""
+        """Return the state at the beginning of an answer. The prompt's last message may be incomplete."""
         begin = len(prompt_token_ids)
         while begin and self.controls.get(prompt_token_ids[begin - 1]) != START:
             begin -= 1
@@ -59,7 +60,7 @@ class HarmonyMarkers:
 class HarmonyReasoning(Reasoning):
     """The state of an answer's reasoning. The reasoning ends with the header of the first message that is not analysis.
 
-    header: the token ids of the current message's header. After the reasoning, `header` no longer changes.
+    header: the token ids of the current message's header. `header` no longer changes after the reasoning.
     is_body: whether the header of the current message is complete.
     """
 
@@ -92,7 +93,7 @@ class HarmonyReasoning(Reasoning):
                 self.header += (token_id,)
 
     def forced_id(self, budget: int) -> int | None:
-        """Return the same as `Reasoning.forced_id`, but None if the model itself has begun the current header."""
+        """See `Reasoning.forced_id`. If the model itself has begun the current header, return None."""
         end_ids, num_over = self.markers.end_ids, self.num_thoughts - budget
         if self.is_body:
             return end_ids[0] if num_over >= 0 else None

@@ -1,4 +1,4 @@
-"""Tracks reasoning in each step, so that other features know where the answer begins."""
+"""Tracks reasoning in each step, which tells other features where the answer begins."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ class ReasoningStage(StepFeature):
 
 
 def markers_of(name: str, processor: "InputProcessor") -> Markers | HarmonyMarkers:
-    """Return the markers of the format `name`, which are cached in `processor`."""
+    """Return the markers of the format `name`. `processor` caches them."""
     form = FORMATS[name]
     make = HarmonyMarkers if form is HARMONY else Markers
     if form not in processor.reasoning_markers:

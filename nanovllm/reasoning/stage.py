@@ -1,4 +1,4 @@
-"""Determines from token ids whether an answer is before, inside or after its reasoning."""
+"""Determines whether an answer is before, inside or after its reasoning, using its token ids."""
 
 from collections.abc import Iterable, Mapping
 from enum import Enum, auto
@@ -16,9 +16,9 @@ class Stage(Enum):
 class Markers:
     """The markers of a reasoning format, and how a model's vocabulary represents them.
 
-    Most models have a token for each marker, and only tokens that contain a whole marker count as the marker. Several
-    tokens that together spell the marker are then part of the reasoning. In models without marker tokens, any tokens
-    that spell a marker count as the marker.
+    Most models have a token for each marker. A marker is then recognized only in a token that contains the whole
+    marker. Several tokens that together spell the marker are part of the reasoning. If a model has no marker tokens,
+    any tokens that spell a marker are recognized.
     """
 
     def __init__(self, form: ReasoningFormat, tokenizer: Any, token_bytes: Mapping[int, bytes]):
@@ -45,7 +45,7 @@ class Markers:
     def stage_after(self, prompt_token_ids: list[int]) -> Stage:
         """Return the stage in which an answer to this prompt begins.
 
-        The prompt's last turn may open or end the reasoning.
+        The reasoning may begin or end in the prompt's last turn.
         """
         start = len(prompt_token_ids)
         while start and prompt_token_ids[start - 1] not in self._turn_ids:
@@ -69,10 +69,10 @@ class TextMarkers:
 class Reasoning:
     """The state of an answer's reasoning after the tokens processed so far.
 
-    stage: whether the answer is before, inside or after its reasoning.
+    stage: before, inside or after the reasoning.
     num_tokens: the number of reasoning tokens, including markers.
     num_thoughts: the number of reasoning tokens after the begin marker.
-    num_ends: how often the text of the end marker has occurred, including occurrences that did not end the reasoning.
+    num_ends: the number of occurrences of the end marker's text, including those that did not end the reasoning.
     """
 
     def __init__(self, markers: Markers | TextMarkers, stage: Stage):
@@ -99,7 +99,7 @@ class Reasoning:
         return end_ids[num_over % len(end_ids)] if num_over >= 0 else None
 
     def take_text(self, piece: bytes) -> None:
-        """Process the text of the next token. With `TextMarkers`, the text may comprise any number of tokens."""
+        """Process the text of the next token. If TextMarkers are used, it may be several tokens' text."""
         if self.stage is Stage.BEFORE:
             self._begin_with(piece)
         elif self.stage is Stage.INSIDE:
@@ -132,7 +132,7 @@ def _begins_or_ends_turn(token: Any) -> bool:
     """Return whether an added token may separate the turns of a conversation.
 
     Added tokens that do not separate turns, such as `<tool_call>`, may occur inside reasoning. DeepSeek does not mark
-    all separators as special, so every token that contains a bar also counts as a separator.
+    all separators as special, so every token that contains a bar is treated as a separator.
     """
     return bool(token.content.strip()) and (token.special or any(bar in token.content for bar in "|\uff5c"))
 

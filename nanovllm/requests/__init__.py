@@ -1,1 +1,1 @@
-"""Turns prompts into requests, and tokens into text and events."""
+"""Turns prompts into requests, and turns tokens into text and events."""

@@ -1,7 +1,7 @@
-"""Determines which forms of messages a chat template reads, and converts conversations to these forms.
+"""Determines the forms of messages that a chat template reads. Converts conversations to these forms.
 
-Clients send content as text, as a list of parts, or not at all. Clients send the arguments of tool calls as text. Only
-the source code of a template shows which forms the template supports.
+Clients send content as text, as a list of parts, or not at all. Clients send the arguments of tool calls as text. The
+forms that a template supports can only be found in its source code.
 """
 
 import json
@@ -29,12 +29,12 @@ GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")  # a tag of transform
 class TemplateForms(NamedTuple):
     """The forms in which a chat template reads messages.
 
-    content_parts: whether the template iterates over parts of the content; if not, parts are joined into one text.
-    content_text: whether the template accepts text as content; if not, text becomes a list with one part.
-    arguments_text: whether the template needs a tool call's arguments as text; if not, the arguments become an object.
+    content_parts: True if the template iterates over parts of the content. Otherwise, parts are joined into one text.
+    content_text: True if the template accepts text as content. Otherwise, text becomes a list with one part.
+    arguments_text: True if the template needs a tool call's arguments as text. Otherwise, they become an object.
     roles: the names with which the template compares a message's role.
     reasoning: the names under which the template reads the reasoning.
-    is_harmony: whether the template refuses messages that have all of reasoning, content and tool calls; if so, the
+    is_harmony: True if the template refuses messages with reasoning, content and tool calls. In such messages, the
         content becomes reasoning.
     """
 
@@ -46,10 +46,10 @@ class TemplateForms(NamedTuple):
     is_harmony: bool = False
 
     def message(self, message: Message) -> Message:
-        """Convert a message to the forms that the template reads. Raises ValueError for parts that are not text.
+        """Convert a message to the forms that the template reads. Raises ValueError if a part is not text.
 
-        Null entries are dropped, as in transformers 5. An empty list of tool calls is dropped too, because templates
-        would mistake the list for calls.
+        Null entries are dropped, as in transformers 5. An empty list of tool calls is dropped too, because a template
+        may treat any list as calls.
         """
         entries: dict[str, Any] = {name: value for name, value in message.items() if value is not None}
         if isinstance(role := entries.get("role"), str) and role not in self.roles:
@@ -69,14 +69,14 @@ class TemplateForms(NamedTuple):
         return entries
 
     def check_roles(self, messages: list[Message]) -> None:
-        """Raise ValueError for a role that is neither one of ROLES nor named by the template."""
+        """Raise ValueError if a role is neither in ROLES nor named by the template."""
         known = sorted(ROLES | self.roles)
         for message in messages:
             if message["role"] not in known:
                 raise ValueError(f"messages: role {message['role']!r:.80}: must be one of {', '.join(known)}")
 
     def with_contents(self, messages: list[Message]) -> list[Message]:
-        """Add empty content to answers and tool results without content, because some templates require content."""
+        """Add empty content to answers and tool results that have none, because some templates require content."""
         empty = {"content": "" if self.content_text else []}
         return [{**empty, **message} if message["role"] in ("assistant", "tool") else message for message in messages]
 
@@ -118,7 +118,7 @@ def _text_part(part: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def forms_of(template: str) -> TemplateForms:
-    """Return the forms that a chat template reads, or the defaults if the template is very long or invalid."""
+    """Return the forms that a chat template reads. If the template is very long or invalid, return the defaults."""
     if len(template) > MAX_CHARACTERS:
         return TemplateForms()
     try:
@@ -142,7 +142,7 @@ def _forms_in(tree: nodes.Template) -> TemplateForms:
 
 
 class _Entry:
-    """Finds where a template reads the entry `name` of a message or tool call, directly or through a variable.
+    """Finds where a template reads the entry `name` of a message or tool call. The template may use a variable.
 
     Scopes are ignored, so variables with the same name are treated as one.
     """
@@ -203,7 +203,7 @@ class _Entry:
 
 
 def _constant(node: nodes.Node) -> Any:
-    """Return the value of a constant or, for other expressions, an object that equals no string."""
+    """Return the value of a constant. For any other expression, return an object that equals no string."""
     return node.value if isinstance(node, nodes.Const) else node
 
 

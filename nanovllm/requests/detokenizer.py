@@ -1,4 +1,4 @@
-"""Turns token ids into text as they arrive, without splitting characters.
+"""Turns token ids into text while they arrive. Characters are never split.
 
 Two kinds of tokenizers are supported. Byte-level BPE (GPT-2, Qwen, Llama 3) writes each byte of a token as a character.
 SentencePiece (Llama 2, Mistral) writes a space as U+2581, and has tokens such as `<0x0A>` for single bytes.
@@ -16,7 +16,7 @@ _BYTES |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*
 
 
 class TokenBytes(dict[int, bytes]):
-    """Maps a token id to the token's bytes in the middle of a text. An id without text maps to b""."""
+    """Maps a token id to the token's bytes in the middle of a text. If an id has no text, the bytes are b""."""
 
     def __init__(self, tokenizer, skip_special_tokens: bool):
         """`tokenizer` is a fast tokenizer of transformers.
@@ -40,7 +40,7 @@ class TokenBytes(dict[int, bytes]):
         return text
 
     def at_start(self, token_id: int) -> bytes:
-        """Return a token's bytes at the start of a text, where the tokenizer may omit a space."""
+        """Return a token's bytes at the start of a text. The tokenizer may omit a space there."""
         text = self[token_id]
         return self._decode([self._token_of(token_id)]).encode() if text.startswith(b" ") else text
 
@@ -54,14 +54,14 @@ def _byte_level_bytes(token: str) -> bytes:
 class Detokenizer:
     """Decodes an answer in time linear in the answer's length.
 
-    The text is `decode(prompt + answer)` without its prefix `decode(prompt)`. `decode` is the tokenizer's method,
-    called without `clean_up_tokenization_spaces`. The tokens' bytes form a UTF-8 stream, so a character becomes text
-    when its last byte arrives. Invalid bytes become U+FFFD. Next to invalid bytes, SentencePiece's `decode` also
-    replaces valid bytes, but this class does not.
+    The text is `decode(prompt + answer)` without its prefix `decode(prompt)`. `decode` is the tokenizer's method, with
+    `clean_up_tokenization_spaces=False`. The tokens' bytes form a UTF-8 stream, so a character becomes text when its
+    last byte arrives. Invalid bytes become U+FFFD. SentencePiece's `decode` also replaces valid bytes next to invalid
+    bytes. This class does not.
     """
 
     def __init__(self, token_ids: list[int], num_prompt_tokens: int, token_bytes: TokenBytes):
-        """`token_ids` is the sequence's list of prompt tokens and generated tokens, which grows between calls."""
+        """`token_ids` is the sequence's list of prompt tokens and generated tokens. The list grows between calls."""
         self._token_ids, self._token_bytes = token_ids, token_bytes
         self._bytes_of = token_bytes.__getitem__
         self._num_decoded = num_prompt_tokens
@@ -76,9 +76,9 @@ class Detokenizer:
         return "".join(self._pieces)
 
     def decode(self, num_hidden: int = 0, is_last: bool = False) -> str:
-        """Return the text of the tokens since the previous call, except the last `num_hidden` tokens.
+        """Return the text of the new tokens since the previous call, without the last `num_hidden` tokens.
 
-        With `is_last`, an incomplete character at the end becomes U+FFFD, because no tokens follow.
+        If `is_last` is True, no tokens follow, so an incomplete character at the end becomes U+FFFD.
         """
         new = self._token_ids[self._num_decoded : len(self._token_ids) - num_hidden]
         self._num_decoded += len(new)

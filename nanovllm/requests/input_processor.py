@@ -1,4 +1,4 @@
-"""Checks prompts and parameters, and turns them into requests, before anything is queued."""
+"""Checks prompts and parameters, and turns them into requests. Errors are raised before anything is queued."""
 
 import operator
 import secrets
@@ -53,7 +53,7 @@ class InputProcessor:
 
     @property
     def num_requests(self) -> int:
-        """How many requests have been made so far. All request ids are below this number."""
+        """The number of requests so far. All request ids are below this number."""
         return MAX_REQUESTS - operator.length_hint(self._unused_ids)
 
     @cached_property
@@ -76,7 +76,7 @@ class InputProcessor:
             self.grammars.close()
 
     def default_sampling_params(self, kind: type[SamplingParams] = SamplingParams) -> SamplingParams:
-        """Return the model's recommended parameters. All other parameters have the defaults of `kind`."""
+        """Return the parameters that the model recommends. All other parameters have the defaults of `kind`."""
         return recommended_params(self.config.model, kind)
 
     def requests(
@@ -158,7 +158,7 @@ class InputProcessor:
         return priority
 
     def set_order(self, *group: Sequence) -> None:
-        """Ask the scheduling policy for a request's place in the scheduling order.
+        """Set a request's place in the order that the scheduling policy defines.
 
         Errors of the policy propagate before anything is queued.
         """

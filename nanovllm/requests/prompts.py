@@ -1,4 +1,4 @@
-"""Handles prompts that are neither strings nor lists of token ids: dicts, conversations, arrays and iterators."""
+"""Handles prompts in other forms than strings and lists of token ids: dicts, conversations, arrays and iterators."""
 
 from collections.abc import Iterator, Mapping
 from numbers import Integral
@@ -43,14 +43,14 @@ def as_conversations(messages) -> list[list[Message]]:
 
 
 def check_template_arguments(arguments: Mapping | None) -> dict:
-    """Return the `chat_template_kwargs` of a call as a dict. Raises TypeError for anything but a mapping or None."""
+    """Return the `chat_template_kwargs` of a call as a dict. Raises TypeError if it is neither a mapping nor None."""
     if not isinstance(arguments, Mapping | None):
         raise TypeError(f"chat_template_kwargs={arguments!r:.80}: must be a dict")
     return dict(arguments or {})
 
 
 def as_list(value) -> list | None:
-    """Return the items of a list, tuple, iterator, array or tensor as a list, or None for anything else."""
+    """Return the items of a list, tuple, iterator, array or tensor as a list. For anything else, return None."""
     value = value.tolist() if hasattr(value, "tolist") else value
     return list(value) if isinstance(value, (list, tuple, Iterator)) else None
 
@@ -70,7 +70,7 @@ def has_images(prompt: Any) -> bool:
 
 
 def read_images(prompts: list, processor: "InputProcessor") -> list:
-    """Return the prompts. If several prompts have images, first read the images in parallel threads."""
+    """Return the prompts. If several prompts have images, threads first read the images in parallel."""
     return prompts if sum(map(has_images, prompts)) < 2 else processor.images.read_all(prompts)
 
 
@@ -80,7 +80,7 @@ def read_prompt(
     """Return the text (None if unknown), the token ids and the images of a prompt that is not a string.
 
     The images are a PromptImages, or None if there are none. Raises ValueError if the prompt has images, but the engine
-    takes none.
+    does not take images.
     """
     if not has_images(prompt):
         return *read_text_prompt(prompt, template_arguments, processor), None

@@ -1,4 +1,4 @@
-"""Defines requests, which turn token ids into text, and make the caller's outputs."""
+"""Defines requests. A request turns token ids into text, and makes the caller's outputs."""
 
 from collections.abc import Mapping
 from time import perf_counter, time
@@ -45,13 +45,13 @@ class Request:
         raise NotImplementedError
 
     def advance(self, scheduler: "Scheduler") -> None:
-        """React to a step in which sequences of this request ended or paused."""
+        """Handle a step in which sequences of this request ended or paused."""
 
     def deliver(self, seq: Sequence) -> None:
-        """Put new tokens of `seq` into the collector, if the caller gets more than the final output."""
+        """Put new tokens of `seq` into the collector. If the caller gets only the final output, do nothing."""
 
     def metrics(self) -> RequestMetrics:
-        """Return when the first answer was scheduled, when the first token arrived, and when the last answer ended."""
+        """Return when the first answer was scheduled, the first token arrived, and the last answer ended."""
         arrival = time() - (perf_counter() - self.group[0].arrival)
         moments = []
         for event, pick in (("scheduled", min), ("first_token", min), ("finished", max)):
@@ -113,6 +113,6 @@ class CompletionRequest(Request):
 
     @staticmethod
     def num_hidden(seq: Sequence) -> int:
-        """Return how many final tokens the text omits: 1 if an end-of-sequence or stop id ended `seq`, else 0."""
+        """Return how many last tokens are not in the text: 1 if an end-of-sequence or stop id ended `seq`, else 0."""
         ended_by_id = seq.finish_reason == "stop" and not isinstance(seq.stop_reason, str)
         return int(ended_by_id and not seq.params.include_stop_str_in_output)

@@ -1,4 +1,4 @@
-"""Supports callers that run the loop themselves with `add_request` and `step`."""
+"""Supports callers that use `add_request` and `step`, and so run the loop themselves."""
 
 import threading
 
@@ -9,7 +9,7 @@ from nanovllm.engine.outputs import OutputCollector, OutputKind, StepOutput
 class StepCallers:
     """Manages one collector for each thread that adds requests.
 
-    In each thread, `step` returns the outputs of the requests that this thread has added.
+    A call of `step` returns the outputs of requests that were added in the calling thread.
     """
 
     def __init__(self, engine_thread: EngineThread):

@@ -11,7 +11,7 @@ class StreamEvent(Record):
 
     index: the prompt's position in the caller's list.
     output_index: the answer's index among the `n` answers to its prompt.
-    text: the new text. Text that might begin a stop string is held back for a later event.
+    text: the new text. If its end might begin a stop string, this end is held back for a later event.
     token_ids: the new tokens, whose text might be in a later event.
     logprobs: the log-probabilities of `token_ids`, or None if the request does not ask for them.
     """

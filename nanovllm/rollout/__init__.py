@@ -1,4 +1,4 @@
-"""Functions for trainers: replace the weights of a running engine, pause it, and borrow its memory while it sleeps.
+"""Lets trainers replace the weights of a running engine, pause it, or use its memory while it sleeps.
 
 `LLMEngine` has methods with the same names.
 """

@@ -1,4 +1,4 @@
-"""Helps to change a running engine safely, in the engine's thread and between two steps."""
+"""Helps to change a running engine. Changes are made in the engine's thread, between two steps."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ class Dropped(str):
 
 @contextmanager
 def refusing_requests(llm: "LLMEngine", kind: str, reason: str) -> Iterator[None]:
-    """Set `unavailable[kind]` to `reason`, so that new requests are refused while a `with` block changes the engine.
+    """Refuse new requests while a `with` block changes the engine, by setting `unavailable[kind]` to `reason`.
 
     The reason stays set after the block. If the block raises an error, the previous reason is restored. Raises
     UnavailableError if the engine has requests and is not paused, or while weights are being replaced.
@@ -52,7 +52,7 @@ def in_engine(thread: EngineThread, work: Callable[[], T]) -> T:
     """Call `work` in the engine's thread, between two steps, and return its result.
 
     If `work` raises ValueError, TypeError or UnavailableError, this function raises the same error, and the engine
-    continues. Any other error ends all requests, like an error in a step.
+    continues. After any other error, all requests end, as after an error in a step.
     """
 
     def attempt() -> tuple[T | None, Exception | None]:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class HostWeights:
-    """Manages the memory of a model's parameters, with the interface of `Arena`.
+    """Has the same methods as `Arena`, but manages the memory of a model's parameters on a CPU.
 
     `keep` copies nothing, because the weights are already in host memory.
     """
@@ -51,7 +51,7 @@ class HostWeights:
 
 
 class HostCache:
-    """Manages the KV cache of a `ModelRunner`, with the interface of `Arena`. During sleep, the cache has one block."""
+    """Has the same methods as `Arena`, but manages the KV cache. During sleep, the cache has one block."""
 
     is_mapped = True
 

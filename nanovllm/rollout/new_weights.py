@@ -1,4 +1,4 @@
-"""Replaces the weights of a running engine in place, so that CUDA graphs stay valid."""
+"""Replaces the weights of a running engine. The weights' addresses do not change, so CUDA graphs stay valid."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -35,22 +35,21 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def load_weights(llm: "LLMEngine", weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Replace some or all weights of a running engine with tensors from any device, and empty the prefix cache.
+    """Replace some or all weights of a running engine, and empty the prefix cache. Tensors may be on any device.
 
     `weights` yields (name, tensor) pairs as in a checkpoint or in the transformers model's state dict. Tensors must not
     be merged or split over ranks. An engine with 8-bit weights accepts 8-bit values with scales, in the format of its
-    checkpoint. An engine with 8-bit weights also accepts unquantized tensors, and quantizes them. An engine with a
-    4-bit checkpoint accepts no weights; an engine with `quantization="int4"` accepts unquantized tensors. The caller's
-    thread iterates over `weights`. A generator that creates one tensor at a time therefore needs memory for only one
-    tensor.
+    checkpoint. The engine also accepts unquantized tensors, and quantizes them. An engine with `quantization="int4"`
+    accepts unquantized tensors. An engine with a 4-bit checkpoint accepts no weights. The caller's thread iterates over
+    `weights`, so a generator can create one tensor at a time.
 
     Raises UnavailableError if there are requests and the engine is not paused, or if `sleep` has freed the weights. New
     requests raise UnavailableError until this function returns.
 
     Each tensor is checked before it is written. Raises TypeError if a value is not a tensor. Raises a ValueError that
     names the tensor if the model has no such tensor, if the shape or dtype is wrong, or if a value is NaN or infinite.
-    If an error occurs after a tensor was written, the engine refuses requests until a single call of `load_weights` has
-    loaded all weights.
+    If an error occurs after a tensor was written, the engine refuses requests. A single call of `load_weights` must
+    then load all weights.
     """
     update = WeightUpdate(llm)
     in_engine(llm.engine_thread, update.begin)
@@ -66,7 +65,7 @@ def load_weights(llm: "LLMEngine", weights: Iterable[tuple[str, torch.Tensor]]) 
 
 
 def weights_of(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the (name, tensor) pairs of the checkpoint in `folder`. Each tensor is read just before it is yielded.
+    """Yield the (name, tensor) pairs of the checkpoint in `folder`. A tensor is read only when it is needed.
 
     If a file is missing or broken, raises a FileNotFoundError or ValueError that names the file.
     """
@@ -150,9 +149,9 @@ class ModelWeights:
         return isinstance(name, str) and is_unused(self.model, name)
 
     def check_tied_head(self, name: str, tensor: torch.Tensor) -> None:
-        """Raise ValueError if `tensor` is the output head of a model with tied weights, but differs from the embedding.
+        """If weights are tied, raise ValueError if `tensor` is a head that differs from the embedding.
 
-        A head that arrives before the embedding is not compared, because storing the head would cost memory.
+        If the head arrives before the embedding, it is not compared, because storing it would cost memory.
         """
         is_tied = self.model.config.tie_word_embeddings  # otherwise, an engine that pools ignores the head
         if name != HEAD or not is_tied or head_name(self.model) not in self._loaded:
@@ -166,8 +165,8 @@ class ModelWeights:
     def own_name(self, name: str) -> str:
         """Return the model's name for a tensor, with `language_model.` added or removed where necessary.
 
-        The names differ if the trainer or the engine has loaded only the language part of a multimodal checkpoint. The
-        names also differ if the trainer's model has no head.
+        Names differ if the trainer or the engine has loaded only the language part of a multimodal checkpoint. Names
+        also differ if the trainer's model has no head.
         """
         parts = str(name).split(".language_model.", 1)
         other_name = ".".join(parts) if len(parts) > 1 else str(name).replace("model.", "model.language_model.", 1)
@@ -175,7 +174,7 @@ class ModelWeights:
         return next((own for own in own_names if own in self.loaders), name)
 
     def check(self, name: str, tensor: torch.Tensor) -> None:
-        """Raise the errors that `load_weights` documents, except shape errors that a loader detects before writing."""
+        """Raise the errors of `load_weights`. A loader may detect a wrong shape later, but before it writes."""
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"weights: {name!r:.80} has a {type(tensor).__name__}: must be a torch.Tensor")
         if name not in self.loaders:
@@ -213,7 +212,7 @@ def _named(name: str, work: Callable, *arguments: Any) -> None:
 
 
 class TensorSlice:
-    """Wraps a tensor of 8-bit values in the interface of a safetensors slice, which the loaders expect."""
+    """Wraps a tensor of 8-bit values. The object has the methods of a safetensors slice, which the loaders need."""
 
     def __init__(self, tensor: torch.Tensor):
         self._tensor = tensor

@@ -1,4 +1,4 @@
-"""Pauses the engine: running requests are aborted or kept, and new requests are refused."""
+"""Pauses the engine. Running requests are aborted or kept, and new requests are refused."""
 
 from typing import TYPE_CHECKING
 
@@ -14,10 +14,10 @@ PAUSED = "the engine is paused: resume() lets it generate again"
 def pause(llm: "LLMEngine", mode: str = "abort") -> None:
     """Stop generating until `resume` is called. New requests raise UnavailableError.
 
-    With mode "abort", running requests end with the tokens generated so far, as after `LLM.abort`. With mode "keep",
-    running requests release their cache blocks and wait until `resume` is called. The callers wait as well. After
-    `resume`, the engine recomputes the tokens of these requests with the current weights, and continues to generate.
-    Raises ValueError for any other mode.
+    If `mode` is "abort", running requests end with the tokens generated so far, as after `LLM.abort`. If `mode` is
+    "keep", running requests release their cache blocks and wait until `resume` is called. The callers wait as well.
+    After `resume`, the engine recomputes the tokens of these requests with the current weights, and continues to
+    generate. Raises ValueError for any other mode.
     """
     check_choice("mode", mode, ("abort", "keep"))
     core = llm.core
@@ -34,7 +34,7 @@ def pause(llm: "LLMEngine", mode: str = "abort") -> None:
 
 
 def reset_prefix_cache(llm: "LLMEngine") -> bool:
-    """Empty the prefix cache and return True, or return False if any sequence holds blocks."""
+    """Empty the prefix cache and return True. If any sequence holds blocks, only return False."""
 
     def work() -> bool:
         scheduler = llm.core.scheduler
@@ -46,7 +46,7 @@ def reset_prefix_cache(llm: "LLMEngine") -> bool:
 
 
 def resume(llm: "LLMEngine") -> None:
-    """Generate again. If the engine sleeps or lacks weights, it stays paused, and UnavailableError is raised."""
+    """End the pause. If the engine sleeps or lacks weights, it stays paused, and UnavailableError is raised."""
     llm.engine_thread.check_open()
     for kind, reason in [*llm.core.unavailable.items()]:
         if kind != "paused":

@@ -23,14 +23,14 @@ logger = logging.getLogger("nanovllm")
 
 
 def sleep(llm: "LLMEngine", level: int = 1) -> int:
-    """Free the memory of the weights and the KV cache, and do not generate until `wake_up` is called.
+    """Free the memory of the weights and of the KV cache. The engine does not generate until `wake_up` is called.
 
-    Level 1 keeps the weights in host memory. Level 2 drops the weights; after `wake_up`, one or more calls of
-    `load_weights` must load all weights. If the engine already sleeps, level 2 drops the weights that level 1 kept.
+    Level 1 keeps the weights in host memory. Level 2 drops the weights. After `wake_up`, one or more calls of
+    `load_weights` must load all weights. If the engine already sleeps, level 2 drops the weights that level 1 has kept.
 
     Returns the number of bytes freed on each GPU, or on the CPU. Raises ValueError for any other level, or if the
-    engine was started without `enable_sleep_mode=True`. Raises UnavailableError and changes nothing if weights are
-    being replaced, if host memory is too small, or if an engine that is not paused has requests.
+    engine was started without `enable_sleep_mode=True`. Raises UnavailableError if weights are being replaced, if host
+    memory is too small, or if the engine has requests and is not paused. In these cases, nothing changes.
     """
     check_choice("level", level, (1, 2))
     _check_enabled(llm)
@@ -58,8 +58,8 @@ def wake_up(llm: "LLMEngine", tags: Collection[str] | None = None) -> None:
     `tags` selects "weights", "kv_cache" or, by default, both.
 
     Memory that is already allocated stays unchanged. The engine generates again when weights and cache are allocated.
-    After level 2, all weights must also be loaded. Raises UnavailableError and changes no rank if a device lacks
-    memory. Raises ValueError for any other tag.
+    After level 2, all weights must also be loaded. If a device lacks memory, no rank changes, and UnavailableError is
+    raised. Raises ValueError for any other tag.
     """
     for tag in TAGS if tags is None else tags:
         check_choice("tags", tag, TAGS)
@@ -117,7 +117,7 @@ def open_runner(core: Engine) -> "ModelRunner":
 
 
 def sleepers_of(runner: "ModelRunner") -> dict[str, Any]:
-    """Return the objects that manage a rank's memory, by tag. On CUDA, each of these objects is an `Arena`."""
+    """Return a dict that maps each tag to the object that manages this part of a rank's memory (an `Arena` on CUDA)."""
     if not runner.sleepers:
         runner.sleepers = {"weights": HostWeights(runner.model), "kv_cache": HostCache(runner)}
     return runner.sleepers
@@ -135,7 +135,7 @@ def release(runner: "ModelRunner", level: int) -> int | None:
 
 
 def take(runner: "ModelRunner", tags: Collection[str]) -> bool:
-    """Allocate this rank's memory again. If any rank lacks memory, change nothing and return False."""
+    """Allocate this rank's memory again. If any rank lacks memory, nothing changes, and the result is False."""
     woken = [sleeper for tag, sleeper in sleepers_of(runner).items() if tag in tags and not sleeper.is_mapped]
 
     def map_all() -> None:

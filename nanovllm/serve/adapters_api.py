@@ -1,4 +1,4 @@
-"""Defines the adapters that the server offers as models, and the routes that add and remove adapters.
+"""Defines the adapters that clients can choose as models, and the routes that add and remove adapters.
 
 The routes that add and remove adapters exist only with `--allow-runtime-lora-updating`.
 """
@@ -24,10 +24,10 @@ class UnloadBody(BaseModel):
 
 
 class ServedAdapters:
-    """The adapters that clients can choose, by name. No adapter may have a name in `reserved` (the model's names)."""
+    """The adapters that clients can choose, by name. Names in `reserved` (the model's names) are not allowed."""
 
     def __init__(self, llm: EngineClient, adapters: Iterable[LoRARequest], reserved: Iterable[str]):
-        """Raises ValueError if the name of an adapter is taken, or if `enable_lora` is needed but off."""
+        """Raises ValueError if an adapter's name is not available, or if adapters are given without `enable_lora`."""
         self._llm, self._reserved = llm, {*reserved}
         self.by_name: dict[str, LoRARequest] = {}
         for adapter in adapters:
@@ -40,10 +40,9 @@ class ServedAdapters:
         self._numbers = count(len(self.by_name) + 1)
 
     async def read(self) -> None:
-        """Read all adapters at startup to detect broken ones, unless the engine's process has already read them.
+        """Read all adapters at startup to detect broken ones. If the engine's process has read them, do nothing.
 
-        A replica reads an adapter later, with the first request that uses it. Raises ValueError if an adapter can't be
-        used.
+        A replica reads an adapter when the first request uses it. Raises ValueError if an adapter can't be used.
         """
         for adapter in self.by_name.values() if self._llm.reads_adapters else ():
             await self._read(adapter)

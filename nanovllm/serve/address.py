@@ -1,6 +1,6 @@
 """Reserves the address at which the server listens.
 
-The import of this module takes only 20 ms, because it needs no HTTP library.
+Importing this module takes only 20 ms, because no HTTP library is needed.
 """
 
 import errno
@@ -18,8 +18,8 @@ def listening_socket(settings: ServerSettings, is_of_front: bool = False) -> soc
 
     Raises OSError if the address is in use or does not belong to this machine.
 
-    is_of_front: whether other fronts (HTTP processes) of this server may also use the address. If several fronts use
-        the address, the operating system assigns each connection to one front.
+    is_of_front: True if other fronts (HTTP processes) of this server may also use the address. The operating system
+        then assigns each connection to one front.
     """
     family, address, is_unix = socket.AF_UNIX, cast(Any, settings.uds), settings.uds is not None
     try:
@@ -50,7 +50,7 @@ def _bound_socket(family: int, address: Any, is_shared: bool) -> socket.socket:
 
 @contextmanager
 def reserved_address(settings: ServerSettings) -> Iterator[socket.socket]:
-    """Keep a `listening_socket` open during a `with` block, then remove the file of a Unix domain socket."""
+    """Keep a `listening_socket` open during a `with` block. Afterwards, remove a Unix domain socket's file."""
     with listening_socket(settings) as listener:
         try:
             yield listener

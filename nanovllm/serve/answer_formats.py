@@ -1,4 +1,4 @@
-"""Determines the formats of a model's reasoning and tool calls from the settings or the chat template."""
+"""Determines the formats of a model's reasoning and tool calls. Sources are the settings and the chat template."""
 
 import logging
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ class Formats(NamedTuple):
     def chat_params(self, body: ChatBody, has_structure: bool) -> dict[str, Any]:
         """Return the sampling parameters that a conversation needs for its reasoning and tool calls.
 
-        Raises ApiError if the model may call tools, but the format of its calls is unknown.
+        Raises ApiError if tool calls are allowed, but their format is unknown.
         """
         is_known = self.tool_calls is not None or not body.tools or body.tool_choice not in (None, "auto")
         require(is_known, "tools: the format of this model's calls is unknown: see --tool-call-parser")
@@ -57,7 +57,7 @@ class Formats(NamedTuple):
 
 
 def find_formats(processor: InputProcessor, settings: ServerSettings) -> Formats:
-    """Determine the formats from the settings, or else from the chat template. Log the formats and return them."""
+    """Return and log the formats. If the settings do not define a format, the chat template defines it."""
     tokenizer = processor.tokenizer
     is_chat = processor.config.task == "generate"
     template = template_text(getattr(tokenizer, "chat_template", None)) if is_chat else ""

@@ -1,4 +1,4 @@
-"""Encodes JSON, and defines the base class of answers to completion and chat requests."""
+"""Encodes JSON. Defines the base class of answers to completion requests and chat requests."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def dump_json(content: Any) -> bytes:
-    """Encode content as JSON. A lone surrogate, which only a client can have sent, becomes a question mark."""
+    """Encode content as JSON. Lone surrogates, which come from clients, become question marks."""
     try:
         return _encode(content)
     except UnicodeEncodeError:
@@ -34,7 +34,7 @@ def dump_json(content: Any) -> bytes:
 
 
 def encoded(content: Any) -> msgspec.Raw:
-    """Encode content as JSON that can be embedded in other content."""
+    """Encode content as JSON. The result can be embedded in other content."""
     return msgspec.Raw(dump_json(content))
 
 
@@ -45,9 +45,9 @@ def server_sent_event(content: dict[str, Any]) -> bytes:
 
 
 class Answer:
-    """The complete or streamed answer to a client's request with one or several prompts.
+    """The answer to a client's request, which may have several prompts. An answer is complete or streamed.
 
-    Answers with log-probabilities are encoded in a thread, because encoding these answers takes a long time.
+    If an answer has log-probabilities, a thread encodes the answer, because encoding takes a long time.
     """
 
     id_prefix: str
@@ -87,7 +87,7 @@ class Answer:
         return b"".join(data)
 
     def _max_events(self, request: AsyncRequest) -> float:
-        """Return how many events to encode now. Further events wait for the next iteration of the event loop."""
+        """Return the number of events to encode now. The event loop's next iteration encodes further events."""
         if (num_top := request.request.params.logprobs) is None:
             return inf
         return max(1, MANY_LOGPROBS // (num_top + 1)) if num_top >= 0 else 1
@@ -96,7 +96,7 @@ class Answer:
         return await asyncio.to_thread(self._end) if self._has_logprobs else self._end()
 
     def _end(self) -> bytes:
-        """Return the last events: the usage if the client asked for it, and `[DONE]`."""
+        """Return the last events: the usage (if the client asked for it) and `[DONE]`."""
         if not self._has_usage:
             return DONE
         return server_sent_event(self._chunk([], self._usage(sum(self._num_streamed.values())))) + DONE
@@ -126,7 +126,7 @@ class Answer:
         return b"".join(chunks)
 
     def goes_on_plainly(self, event: StreamEvent) -> bool:
-        """Return whether all later chunks of this choice, except the last one, differ only in their text."""
+        """Return True if later chunks of this choice, except the last one, differ only in their text."""
         return not (self._has_logprobs or self._has_usage_everywhere or self.body.return_token_ids)
 
     def _frame(self, prompt_index: int, event: StreamEvent) -> tuple[bytes, bytes]:
@@ -139,7 +139,7 @@ class Answer:
         raise NotImplementedError
 
     def chunk_choices(self, prompt_index: int, event: StreamEvent) -> list[dict[str, Any]]:
-        """Return the entries of `choices` for an event: one entry for each chunk of the event.
+        """Return the entries of `choices` for an event. Each chunk of the event has one entry.
 
         The last entry contains the event's tokens.
         """
@@ -161,7 +161,7 @@ class Answer:
         return {"prompt_token_ids": token_ids, "prompt_logprobs": logprobs}
 
     def token_text(self, token_id: int, text: str | None) -> str:
-        """Return a token's name in a list of log-probabilities: its text or, on request, its id."""
+        """Return a token's name in a list of log-probabilities. The name is the token's text or, on request, its id."""
         return f"token_id:{token_id}" if self.body.return_tokens_as_token_ids else text or ""
 
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:

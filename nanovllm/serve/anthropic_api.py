@@ -1,6 +1,6 @@
-"""Serves Anthropic's API, `/v1/messages`: translates requests to chat requests, and chat answers to Anthropic's format.
+"""Serves Anthropic's API, `/v1/messages`. Requests are translated to chat requests, and answers are translated back.
 
-Content types without a class here, such as documents, are refused with an error that names the type.
+Each supported content type has a class here. Other types, such as documents, are refused; the error names the type.
 """
 
 import asyncio
@@ -158,7 +158,7 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
 def _chat_messages(message: InputMessage) -> Iterator[dict[str, Any]]:
     """Translate a message.
 
-    Each tool result becomes a message, and all other blocks together become the last message.
+    Each tool result becomes a message. All other blocks together become the last message.
     """
     blocks = defaultdict[str, list[Any]](list)
     for block in message.content:
@@ -251,7 +251,7 @@ class MessagesAnswer(chat.ChatAnswer):
             yield {"type": "tool_use", "id": call["id"], "name": name, "input": arguments}
 
     def _add(self, block: dict[str, Any]) -> Iterator[bytes]:
-        """Yield the events for a block, or for the next piece of the open block."""
+        """Yield events for a block, or for another piece of the open block."""
         kind = block["type"]
         if kind == "tool_use":
             yield from self._next_block(block | {"input": {}})
@@ -262,7 +262,7 @@ class MessagesAnswer(chat.ChatAnswer):
         yield self._delta(type=f"{kind}_delta", **{kind: block[kind]})
 
     def _next_block(self, block: dict[str, Any] | None) -> Iterator[bytes]:
-        """Yield the events that end the open block (if any) and begin `block` (unless it is None)."""
+        """Yield events that end the open block, if any. Yield events that begin `block`, unless it is None."""
         if self._open_type == "thinking":
             yield self._delta(type="signature_delta", signature=self.id)
         if self._open_type is not None:

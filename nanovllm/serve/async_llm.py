@@ -1,6 +1,6 @@
 """Defines an asyncio interface to the engine.
 
-Any number of tasks can submit requests, and the engine's thread runs the steps.
+Any number of tasks can submit requests. The engine's thread runs the steps.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ logger = logging.getLogger("nanovllm")
 class AsyncLLM(EngineClient):
     """Generates text for any number of tasks of one event loop: `async for output in llm.generate(prompt, params)`.
 
-    Three kinds of threads share the work. The event loop's thread submits requests and receives events. A small thread
-    pool renders chat templates and tokenizes prompts. The engine's thread runs the steps, detokenizes, and notifies the
-    event loop after each step. Detokenizing takes a few microseconds per token. With `async_scheduling`, the device
+    The work is divided among threads. The event loop's thread submits requests and receives events. A small thread pool
+    renders chat templates and tokenizes prompts. The engine's thread runs the steps, detokenizes, and notifies the
+    event loop after each step. Detokenizing takes a few microseconds per token. If `async_scheduling` is on, the device
     computes the next step while the engine's thread detokenizes.
 
     A request ends when its task is cancelled or leaves the `async for` loop. The request's cache blocks are freed
-    before the next step. An error in a request is raised in the task that waits for the request. An error in a step
-    ends the engine, and raises EngineDeadError in all tasks.
+    before the next step. If a request fails, the error is raised in the task that waits for it. An error in a step ends
+    the engine, and raises EngineDeadError in all tasks.
     """
 
     engine: LLM
@@ -40,8 +40,8 @@ class AsyncLLM(EngineClient):
     def __init__(self, model: str, *, max_queued_requests: int = 1024, **settings: Any) -> None:
         """Load the model. `settings` are the settings of `LLM`. Raises the same errors as `LLM`.
 
-        max_queued_requests: how many answers may wait, in addition to `max_num_seqs` running answers. A prompt with `n`
-            answers counts `n` times.
+        max_queued_requests: how many answers may wait, in addition to `max_num_seqs` running answers. (A prompt has `n`
+            answers.)
         """
         max_queued = check_int("max_queued_requests", max_queued_requests, low=0)
         self.engine = LLM(model, **settings)

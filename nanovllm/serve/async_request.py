@@ -1,4 +1,4 @@
-"""Defines a request for an asyncio caller. Events accumulate until the caller takes them."""
+"""Defines a request of an asyncio caller. Events accumulate until the caller takes them."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -14,11 +14,11 @@ from nanovllm.requests.stream_event import StreamEvent
 class AsyncRequest:
     """A request of one event loop. Only the thread of this loop may use the request.
 
-    If the caller falls behind, it gets the merged events of several steps.
+    If the caller is slow, it gets the merged events of several steps.
     """
 
     def __init__(self, request: CompletionRequest, name: str):
-        """name: the caller's id of the request, in contrast to the engine's `request_id`."""
+        """name: the id that the caller gave the request. (The engine's id is `request_id`.)"""
         self.request, self.name = request, name
         self.request_id, self.num_answers = request.request_id, len(request.group)
         self.arrival_time = time()
@@ -61,7 +61,7 @@ class AsyncRequest:
     # -- what the caller calls -----------------------------------------------------------------------------------------
 
     async def next_events(self) -> list[StreamEvent]:
-        """Wait for new events, and merge them into one event per answer. An empty list means that no events follow."""
+        """Wait for new events, and merge them into one event per answer. The list is empty if no events follow."""
         while not (self._events or self.final):
             await self._wait()
         return self.take_events()

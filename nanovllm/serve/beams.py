@@ -11,7 +11,7 @@ from nanovllm.requests.request import TokensPrompt
 
 
 class BeamCompletion(BeamRequest):
-    """A beam search. The output has `n` answers, but the server's limits count a search as one answer."""
+    """A beam search. The output has `n` answers, but the server's limits treat a search as one answer."""
 
     @property
     def params(self) -> BeamSearchParams:

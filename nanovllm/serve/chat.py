@@ -24,7 +24,7 @@ TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "documents
 
 
 def conversation(body: ChatFields) -> list[prompts.Message]:
-    """Return the client's messages, with tool calls converted to OpenAI's newer form, and images to `image_url`.
+    """Return the client's messages. Tool calls get OpenAI's newer form, and images become `image_url` parts.
 
     Raises TypeError or ValueError for invalid `mm_processor_kwargs`.
     """
@@ -40,7 +40,7 @@ def template_arguments(
     Raises ApiError if the client sets an argument that clients must not set.
 
     template: the server's template, or several templates by name.
-    is_trusting: whether the server renders templates from clients. A template is a program.
+    is_trusting: True if the server renders templates from clients. (A template is a program.)
     """
     kwargs = body.chat_template_kwargs or {}
     problem = "chat_template: is a program, which this server accepts only with --trust-request-chat-template"
@@ -81,7 +81,7 @@ class AnswerParser:
         new_id: Callable[[], str] = ToolParser.new_id,
         max_calls: int | None = None,
     ):
-        """new_id: makes an id for each call. max_calls: how many calls to keep; `None` keeps all."""
+        """new_id: makes an id for each call. max_calls: the number of calls to keep; `None` keeps all."""
         self._reasoning, self._tools, self._new_id, self._max_calls = reasoning, tools, new_id, max_calls
         self.num_calls = 0
 
@@ -94,7 +94,7 @@ class AnswerParser:
         return 0 if self._reasoning is None else self._reasoning.reasoning.num_tokens
 
     def feed(self, text: str, token_ids: list[int], is_last: bool) -> Iterator[dict[str, Any]]:
-        """Yield new fields in order: reasoning first, then content alternating with lists of calls.
+        """Yield new fields in order. Reasoning comes first, then content alternates with lists of calls.
 
         "reasoning_content" is an older name of "reasoning".
         """
@@ -216,7 +216,7 @@ class ChatAnswer(Answer):
 
 
 def _message(message: Message, sent: dict[str, Any], index: int, pixels: Mapping[str, int]) -> dict[str, Any]:
-    """Return a message as it was sent, but convert images, and calls from OpenAI's older form to the newer form.
+    """Return a message as it was sent, except for images and for calls in OpenAI's older form, which are converted.
 
     `pixels` are the defaults of an image's `min_pixels` and `max_pixels`.
     """

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line. For `serve`, collect in `vllm_settings` the engine flags that only vLLM has."""
+    """Parse the command line. If the command is `serve`, `vllm_settings` gets the engine flags that only vLLM has."""
     chosen = next((argument for argument in arguments if argument in COMMANDS), None)
     parser, commands = make_parser()
     if chosen is not None:
@@ -164,7 +164,7 @@ def serve_alone(
     prepare: Callable[[], None],
     on_start: Callable[[], None],
 ) -> int:
-    """Serve HTTP in this process, with the arguments of `serve_by_fronts`."""
+    """Serve HTTP in this process. The arguments are the same as for `serve_by_fronts`."""
     prepare()
     from nanovllm.serve.server import run_server  # lazy, because PyTorch must be imported first
 

@@ -14,7 +14,7 @@ TokenLogprobs = Sequence[Mapping[int, Logprob] | None]
 
 
 class Echo(NamedTuple):
-    """The text of an echoed prompt, and the text of the prompt's first token, which has no log-probability."""
+    """The text of an echoed prompt, and the text of its first token. (The first token has no log-probability.)"""
 
     text: str = ""
     first_token: str = ""
@@ -73,7 +73,7 @@ class CompletionAnswer(Answer):
         return {"index": number, "text": text, "logprobs": logprobs, **reasons, "token_ids": token_ids}
 
     def _number(self, prompt_index: int, answer_index: int) -> int:
-        """Return the index of a choice. All answers to the first prompt precede all answers to the second prompt."""
+        """Return the index of a choice. All answers to a prompt precede all answers to the following prompt."""
         return prompt_index * (self.body.n or 1) + answer_index
 
     def _logprobs(
@@ -81,7 +81,7 @@ class CompletionAnswer(Answer):
     ) -> dict[str, list]:
         """Return log-probabilities in the format of the API.
 
-        first_token: the text of the first token, if the first token has no log-probabilities.
+        first_token: the text of the first token, if this token has no log-probabilities.
         """
         result: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token_id, alternatives in zip(token_ids, logprobs):

@@ -1,4 +1,4 @@
-"""Defines routes with which trainers pause the engine, put it to sleep, load weights, and reset the prefix cache.
+"""Defines routes for trainers. Trainers pause the engine, put it to sleep, load weights, and reset the prefix cache.
 
 Only trainers may use the routes, so the routes exist only with `--enable-dev-endpoints`.
 """

@@ -1,4 +1,4 @@
-"""Defines all calls from the server to the engine except requests. The calls run in the engine's process."""
+"""Defines the server's calls to the engine, except for requests. The calls run in the engine's process."""
 
 from bisect import bisect_left
 from typing import Any
@@ -13,7 +13,7 @@ STEP_TOKENS = (1, 8, *(2**i for i in range(4, 15)))  # upper bounds of the histo
 
 
 class StepSizes:
-    """Counts an engine's steps by size: computed prompt tokens plus sampled tokens."""
+    """Counts an engine's steps by size. The size is the number of computed prompt tokens plus sampled tokens."""
 
     def __init__(self, engine: LLM):
         self.counts, self.total = [0] * (len(STEP_TOKENS) + 1), 0
@@ -59,7 +59,7 @@ class EngineCalls:
             self._recorder.stop()
 
     def frames(self, last: int) -> tuple[str, int, bool, bool]:
-        """Return the frames (see frames.py) after frame `last` as JSON text, and the number of the newest frame.
+        """Return frames (see frames.py) as JSON text, and the newest frame's number. The frames follow frame `last`.
 
         Also return two flags: whether the recording continues, and whether the engine is idle.
         """

@@ -37,14 +37,14 @@ class QueueFullError(RuntimeError):
 
 
 class EngineDeadError(RuntimeError):
-    """The engine was closed or a step has failed, so the engine accepts no further requests."""
+    """The engine was closed, or a step has failed. The engine accepts no further requests."""
 
 
 class EngineClient(ABC):
     """Generates text for any number of tasks of one event loop: `async for output in llm.generate(prompt, params)`.
 
-    Five thread pools prepare requests: one each for ordinary prompts, long texts (a single thread), images, grammars,
-    and templates that may be slow. The subclass AsyncLLM computes answers with an engine in this process. The
+    Five thread pools prepare requests. The pools are for ordinary prompts, long texts (a single thread), images,
+    grammars, and templates that may be slow. The subclass AsyncLLM computes answers with an engine in this process. The
     subclasses FrontClient and AsyncReplicas use engines in other processes. Subclasses call `_forget` when a request
     has ended.
     """
@@ -55,7 +55,7 @@ class EngineClient(ABC):
     error: BaseException | None = None  # the error that ended the engine
 
     def __init__(self, processor: InputProcessor, max_live: int):
-        """max_live: the maximum number of running and waiting answers. A prompt with `n` answers counts `n` times."""
+        """max_live: the maximum number of running and waiting answers. (A prompt has `n` answers.)"""
         self.input_processor, self.max_live = processor, max_live
         self.on_failure: list[Callable[[BaseException], None]] = []  # called in any thread when the engine has failed
         self.on_end: list[Callable[[AsyncRequest], None]] = []  # called in the event loop when a request has ended
@@ -86,7 +86,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     def _start(self, request: CompletionRequest, name: str) -> AsyncRequest:
-        """Begin to compute a request. Return the object from which the caller reads the answers."""
+        """Begin to compute a request. Return an object from which the caller reads answers."""
 
     @abstractmethod
     def _drop(self, request: AsyncRequest) -> None:
@@ -101,11 +101,11 @@ class EngineClient(ABC):
         raise NotImplementedError
 
     async def stats(self) -> list[dict[str, Any] | None]:
-        """For each engine, return `LLM.stats()`, or None if the engine is not running."""
+        """Return a list with each engine's `LLM.stats()`, or None for an engine that is not running."""
         return [await self.call("stats")]
 
     def exit(self) -> None:
-        """End the engine, from any thread. All waiting tasks get an EngineDeadError."""
+        """End the engine. All waiting tasks get an EngineDeadError. Any thread may call this method."""
         self._is_closing = True
         self._template_sandbox.close()
         for pool in (self._pool, self._long_pool, self._image_pool, self._grammar_pool, self._template_pool):
@@ -124,12 +124,12 @@ class EngineClient(ABC):
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
     ) -> AsyncIterator[RequestOutput]:
-        """Yield the answers to a prompt each time the answers grow. The last output has `finished=True`.
+        """Yield an output each time the answers to a prompt have grown. The last output has `finished=True`.
 
         `prompt`, `sampling_params`, `priority` and `lora_request` are the same as for `LLM.add_request`, and raise the
         same errors. Other options are `chat_template_kwargs` (see `LLM.chat`), `cache_salt` (see `submit`), and a
         `request_id` for `abort`. Raises QueueFullError if too many requests wait, and EngineDeadError if the engine has
-        failed or was closed. Before the last output, `metrics` contains only the `arrival_time`.
+        failed or was closed. Except in the last output, `metrics` contains only the `arrival_time`.
         """
         request = await self.submit(prompt, sampling_params, **options)
         try:
@@ -164,11 +164,11 @@ class EngineClient(ABC):
         cache_salt: str | None = None,
         lora_request: LoRARequest | None = None,
     ) -> AsyncRequest:
-        """Queue a request. The caller reads from the returned object, and passes it to `discard` at the end.
+        """Queue a request. The caller reads from the returned object, and finally passes it to `discard`.
 
         Most arguments, and the errors, are the same as for `generate`. A `prompt` may be a function that makes the
-        prompt in a tokenizer thread. With `in_pieces=False`, the request has a `result` but no events, which saves host
-        time. Requests share cached prefixes only with requests that have the same `cache_salt` and adapter. Beam
+        prompt in a tokenizer thread. If `in_pieces` is False, the request has a `result` but no events, which saves
+        host time. Requests share cached prefixes only with requests that have the same `cache_salt` and adapter. Beam
         searches and requests with PoolingParams have a `result` but no events. Beam searches do not work with replicas.
         """
         self.check_open()
@@ -220,7 +220,7 @@ class EngineClient(ABC):
         return request
 
     def discard(self, request: AsyncRequest) -> None:
-        """Drop a request that its caller no longer needs. Does nothing if the request has ended."""
+        """Drop a request that the caller no longer needs. If the request has ended, nothing happens."""
         if request.request_id in self._live:
             self._forget(request)
             self._drop(request)
@@ -228,7 +228,7 @@ class EngineClient(ABC):
     async def abort(self, request_id: str) -> None:
         """End a request early, before the engine's next step. The caller gets the tokens generated so far.
 
-        Does nothing if no request has this id, or if the request's prompt is still being tokenized.
+        Does nothing if no request has this id, or if its prompt is not yet tokenized.
         """
         if (request := self._names.get(request_id)) is not None:
             self._abort(request)
@@ -240,7 +240,7 @@ class EngineClient(ABC):
         return (await self._in_lane(tokens_of, prompt))["prompt_token_ids"]
 
     async def render(self, messages: list[Message], template_arguments: Mapping[str, Any]) -> RenderedChat:
-        """Render a conversation in the sandbox, so that rendering can't delay other requests.
+        """Render a conversation in the sandbox, where it can't delay other requests.
 
         Raises ValueError if rendering takes too long.
         """
@@ -263,7 +263,7 @@ class EngineClient(ABC):
     async def _in_lane(self, call: Callable[[PromptLane], T], prompt: PromptSource) -> T:
         """Run `call` with the lane for short texts. If the text is too long, run `call` with the lane for long texts.
 
-        Prompts with images run in other threads, so that texts do not wait for images.
+        Other threads handle prompts with images, so that texts do not wait for images.
         """
         pool = self._image_pool if reads_images(prompt) else self._pool
         try:

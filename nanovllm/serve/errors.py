@@ -40,7 +40,7 @@ class ApiError(Exception):
         self.headers = HEADERS.get(status, {})
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Replace the field's name with the name that the client has sent. `names` maps our names to the client's."""
+        """Replace the field's name with the client's name for it. `names` maps our names to the client's names."""
         if self.param is not None and (client_name := names.get(self.param)) is not None:
             self.message, self.param = self.message.replace(self.param, client_name, 1), client_name
 
@@ -67,8 +67,8 @@ def require(value: T | Literal[False] | None, problem: str, code: str | None = N
 def api_error(error: BaseException, fields: Container[str] | None = None) -> ApiError:
     """Convert an error to an ApiError. Unexpected errors are logged, and the client gets no details.
 
-    fields: the field names of the request that is being checked, or `None` if the request was already accepted. With
-        `fields`, ValueError, TypeError and FileNotFoundError are the client's fault. If the message begins with a
+    fields: the field names of the request that is being checked, or `None` if the request was already accepted. During
+        the check, ValueError, TypeError and FileNotFoundError are the client's fault. If the message begins with a
         field's name, the error refers to that field.
     """
     if isinstance(error, ApiError):
@@ -95,7 +95,7 @@ def api_error(error: BaseException, fields: Container[str] | None = None) -> Api
 
 @contextmanager
 def about(fields: Container[str]) -> Iterator[None]:
-    """Convert errors in a `with` block to ApiErrors. The block checks a request that may have the given `fields`."""
+    """Convert errors in a `with` block to ApiErrors. The block checks a request with the possible fields `fields`."""
     try:
         yield
     except Exception as error:
@@ -137,7 +137,7 @@ def too_deep(error: Exception, body: bytes) -> Exception:
 
 
 def _validation_error(errors: Sequence[Any]) -> ApiError:
-    """Return an ApiError for the first invalid field. `errors` has one error for each type that the field may have."""
+    """Return an ApiError for the first invalid field. `errors` contains an error for each possible type of a field."""
     # leave out the names of our classes, which stand for alternative types
     path = [str(part) for part in errors[0]["loc"] if not str(part).endswith("Body")]
     param = path[0] if path else None

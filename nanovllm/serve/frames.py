@@ -1,11 +1,11 @@
-"""Defines frames, which describe the changes of a step, and `View`, which is the state after a number of frames.
+"""Defines frames and `View`. A frame describes the changes of a step. A `View` is the state after some frames.
 
 A frame is a JSON-serializable dict of differences from the previous frame. Empty fields are left out.
 
 - `step`: the number of recorded steps.
 - `time`: seconds since the recording began.
-- `ms`: milliseconds that the step took. A frame without `ms` belongs to no step, and contains the requests that were
-  added or aborted since the previous step.
+- `ms`: milliseconds that the step took. A frame without `ms` belongs to no step. Such a frame contains requests that
+  were added or aborted since the previous step.
 - `decodes`: names of the sequences that decode one token; left out if unchanged.
 - `chunks`: [name, start, end] for each sequence that computes the prompt tokens `start:end`.
 - `sampled`: names of the sequences that got a token, except for the sequences in `decodes`.
@@ -15,13 +15,13 @@ A frame is a JSON-serializable dict of differences from the previous frame. Empt
   "preempted", "hidden" (far behind in the queue), or the finish reason.
 - `waiting`: [number of waiting sequences, name of the first one, name of the second one, ...]; left out if unchanged.
 - `tables`: [name, n, block id, ...] for each block table that keeps its first n entries and continues with these ids.
-- `cached`: ids of blocks that no sequence holds, but that the prefix cache can find.
+- `cached`: ids of blocks that the prefix cache can find, and that no sequence holds.
 - `free`: ids of blocks that the prefix cache can no longer find, or that a window table holds. A block that is in no
   table is free unless it is cached.
 - `counts`: totals of prompt tokens, cached tokens, output tokens and preemptions; left out if unchanged.
 - `windows`: the number of blocks that sequences hold in the block tables of layers with a window; left out if
   unchanged. `tables` does not list blocks of layers with a window.
-- `ttft`: seconds to the first token, for each sequence that got its first token.
+- `ttft`: seconds to the first token, for each sequence whose first token this step sampled.
 - `key`: facts about the engine. A frame with `key` does not depend on earlier frames.
 
 The name of a sequence is its request's id, such as "12", or "12.3" if the request has several answers. Neither text nor
@@ -40,7 +40,7 @@ Frame = dict[str, Any]
 class SequenceView:
     """A sequence in a `View`.
 
-    `tokens` counts prompt tokens and generated tokens, up to `max_tokens`.
+    `tokens` is the number of prompt tokens and generated tokens, up to `max_tokens`.
     """
 
     prompt: int

@@ -17,7 +17,7 @@ BETWEEN = "\n\n"  # is put between two messages of the same kind
 class HarmonyParser:
     """Splits the text of one answer into reasoning, content and calls.
 
-    A *control* is a text such as `<|start|>`. The token ids show whether a control is a special token or is spelled by
+    A *control* is a text such as `<|start|>`. The token ids show whether a control is a special token or consists of
     ordinary tokens.
     """
 
@@ -26,7 +26,7 @@ class HarmonyParser:
     def __init__(self, reasoning: HarmonyReasoning, finds_calls: bool = False):
         """reasoning: the state at the beginning of the answer. No other object may use this state.
 
-        finds_calls: whether messages with a recipient are parsed as calls; if not, they are returned as content.
+        finds_calls: True to parse messages with a recipient as calls. Otherwise, these messages are content.
         """
         self.reasoning, self._finds_calls = reasoning, finds_calls
         self._held = ""  # text that may be a part of a control
@@ -46,9 +46,9 @@ class HarmonyParser:
     ) -> tuple[str, str | list[Part]]:
         """Return the new reasoning and the new content.
 
-        Text that may be part of a control such as `<|start|>` is held back. With `finds_calls`, the content is a list
-        of texts and complete calls, so that no text is mistaken for a call. If the arguments of a call are not a JSON
-        object, the call becomes a text.
+        Text that may be part of a control such as `<|start|>` is held back. If `finds_calls` is True, the content is a
+        list of texts and complete calls, so that no text is mistaken for a call. If the arguments of a call are not a
+        JSON object, the call becomes a text.
 
         token_ids: all new token ids, even if their text comes later; `None` if unknown.
         """

@@ -27,26 +27,26 @@ WRITE_SECONDS = 30.0  # are added to the request's time limit, for clients that 
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Make a JSON response. If `content` has type bytes, it must already be JSON."""
+    """Make a JSON response. If `content` is bytes, it must already be JSON."""
     data = content if isinstance(content, bytes) else dump_json(content)
     return Response(data, status, headers, media_type="application/json")
 
 
 def error_response(error: ApiError, path: str, **headers: str) -> Response:
-    """Make the response for an error, in the format of the API at `path`, with additional `headers`."""
+    """Return the response for an error, with `headers`. The format is that of the API at `path`."""
     return json_response(error.body(path), error.status, error.headers | headers)
 
 
 def has_route(scope: Scope, method: str) -> bool:
-    """Return whether the application has a route for the request's path with this method."""
+    """Return True if the application has a route for the request's path and this method."""
     return any(route.matches({**scope, "method": method})[0] is Match.FULL for route in scope["app"].routes)
 
 
 def endpoint(route: APIRoute, seconds: float) -> Endpoint:
-    """Return a function that answers the requests of a route. Each request of the route must have a body.
+    """Return a function that answers the requests of a route. The requests must have a body.
 
-    The function bypasses FastAPI's layers, which would double the time per request. Work on a request stops when the
-    client disconnects, or after `seconds` seconds.
+    The function does not use FastAPI's layers, which would double the time per request. Work on a request stops when
+    the client disconnects, or after `seconds` seconds.
     """
     kind: TypeAdapter[Any] = TypeAdapter(route.endpoint.__annotations__["body"])
 
@@ -67,8 +67,8 @@ def endpoint(route: APIRoute, seconds: float) -> Endpoint:
 class EventStream(Response):
     """A response of server-sent events. If an error occurs after the first event, the error is sent as an event.
 
-    The code that delivers outputs also writes them to the connection, so no task has to wake up. Until the client has
-    taken the previous piece, nothing is written, and new events are merged.
+    Outputs are written to the connection by the code that delivers them, so no task has to wake up. While the client
+    has not taken the previous piece, nothing is written, and new events are merged.
     """
 
     def __init__(self, answer: Answer, end: Callable[[], None], until: float):
@@ -114,7 +114,7 @@ class EventStream(Response):
     def _write(self) -> None:
         """Write new events.
 
-        This method runs when events arrive, and when the client has taken the previous piece.
+        This method is called when events arrive, and when the client has taken the previous piece.
         """
         if not self._connection.is_writable or self._is_over.done():
             return

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus. A metric has vLLM's name if it has the same meaning as in vLLM."""
+"""Metrics for Prometheus. If a metric has the same meaning as in vLLM, it also has the same name."""
 
 import os
 from collections import defaultdict
@@ -113,7 +113,7 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's metrics for the registry.
 
-        With several replicas, yield the sums over all replicas, then the metrics of each replica.
+        If there are several replicas, yield the sums over all replicas, then the metrics of each replica.
         """
         self._count()
         total = {name: sum(engine[name] for engine in self._engines.values()) for name in ZEROS}
@@ -144,7 +144,7 @@ class Metrics:
         return family
 
     def _count(self) -> None:
-        """Update the values from the stats. Counters never decrease, even if a replica restarts or stats come late."""
+        """Update the values from the stats. Counters never decrease, even after restarts or if stats are late."""
         for i, stats in enumerate(self._stats):
             engine, before = self._engines[i], self._before_restart[i]
             if stats is None:
@@ -161,7 +161,7 @@ class Metrics:
 
 
 class AllFronts(MultiProcessCollector):
-    """Sums the metrics of all fronts, and gives each sum the description of the metric."""
+    """Sums the metrics of all fronts. The sums keep the metrics' descriptions."""
 
     def __init__(self, registry: CollectorRegistry):
         super().__init__(None)
@@ -177,12 +177,12 @@ class AllFronts(MultiProcessCollector):
 
 
 def _drafts(stats: dict[str, Any], name: str, default: Any = 0) -> Any:
-    """Return a speculative-decoding count, or `default` for an engine without `speculative_config`."""
+    """Return a count of speculative decoding. If an engine has no `speculative_config`, return `default`."""
     return stats.get("spec_decode", {}).get(name, default)
 
 
 def _families(prefix: str, labels: list[str], engines: list[tuple[list[str], dict[str, int]]]) -> Iterator[Metric]:
-    """Yield a gauge or a counter for each quantity. `engines` contains pairs (label values, quantities)."""
+    """Yield each quantity as a gauge or a counter. `engines` contains pairs (label values, quantities)."""
     for kind, quantities in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
         for name, (text, _) in quantities.items():
             family = kind(f"{prefix}{name}", text, labels=labels)

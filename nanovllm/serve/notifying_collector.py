@@ -1,4 +1,4 @@
-"""Defines an output collector that calls functions in the engine's thread, so that no thread waits for outputs."""
+"""Defines an output collector. No thread waits for outputs: functions are called in the engine's thread."""
 
 from collections.abc import Callable
 

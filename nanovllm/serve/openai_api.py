@@ -83,7 +83,7 @@ class Api:
         return await self.converse(body, request, chat.ChatAnswer)
 
     async def converse(self, body: protocol.ChatBody, request: Request, form: Callable[..., Answer]) -> Response:
-        """Answer a conversation. `form` is called with the arguments of ChatAnswer, and makes the answer."""
+        """Answer a conversation. `form` makes the answer from the arguments of ChatAnswer."""
 
         def prepare() -> Prepared:
             require(body.logprobs or not body.top_logprobs, "top_logprobs: needs logprobs=true")
@@ -157,7 +157,7 @@ class Api:
         return chat.template_arguments(body, self.chat_template, self.settings.trust_request_chat_template)
 
     async def _rendered(self, body: protocol.TextBody, prompt: Any, template_arguments: dict[str, Any] | None) -> Any:
-        """If rendering a conversation may be slow, render it in the sandbox. Return other prompts unchanged.
+        """Return a prompt. If the prompt is a conversation that may be slow to render, the sandbox renders it.
 
         Raises ValueError if the conversation has images, which the sandbox does not support.
         """
@@ -169,7 +169,7 @@ class Api:
         return prompt
 
     def model_name(self, name: str | None) -> str:
-        """Return the model name for an answer. Raises ApiError for a model that is not served here."""
+        """Return the model name for an answer. Raises ApiError if this server does not have the model."""
         if name is not None and name not in self.model_names and name not in self.adapters.by_name:
             served = ", ".join(map(repr, islice((*self.model_names, *self.adapters.by_name), 8)))
             problem = f"model {name!r:.80} is not served here; the server has {served}"
@@ -185,7 +185,7 @@ class Api:
         return json_response(lengths | {"tokens": tokens, "token_strs": names})
 
     async def prompt_token_ids(self, body: protocol.TextBody) -> list[int]:
-        """Tokenize a prompt. Raises ApiError for an unknown model, or a prompt that can't be tokenized."""
+        """Tokenize a prompt. Raises ApiError if the model is unknown, or if the prompt can't be tokenized."""
         self.model_name(body.model)
         with about(type(body).model_fields):
             prompt, arguments = getattr(body, "prompt", None), None

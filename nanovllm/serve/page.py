@@ -1,4 +1,4 @@
-"""Renders the page: HTML that shows a live engine or a recording, and that loads nothing from other addresses."""
+"""Renders the page. The page shows a live engine or a recording, and loads nothing from other addresses."""
 
 import json
 from base64 import b64encode
@@ -21,7 +21,7 @@ def source() -> str:
 
 
 def content_security_policy(is_live: bool) -> str:
-    """Return a policy that allows the page's script and style by their hashes.
+    """Return a policy that allows the page's script and style, which it identifies by hashes.
 
     If `is_live`, the policy also allows requests to the page's server.
     """

@@ -1,6 +1,6 @@
 """Defines the HTTP routes for embeddings (OpenAI's API), reranking (Cohere's and Jina's APIs) and classification.
 
-A server has one task. The server refuses requests for other tasks with an error that names the server's task.
+A server has one task. If a request is for another task, the error names the server's task.
 """
 
 import asyncio
@@ -108,7 +108,7 @@ def add_routes(app: FastAPI, api: Api) -> None:
         return {"id": f"pool-{uuid4().hex}", "created": int(time()), "model": model, "usage": usage, "data": outputs}
 
     async def listed(answer: dict[str, Any], entry: Callable[[PoolingOutput], dict[str, Any]]) -> Response:
-        """Encode the outputs in a thread, because encoding a thousand vectors takes a long time."""
+        """Encode outputs in a thread, because a thousand vectors take a long time."""
 
         def data() -> list[Any]:
             return [encoded({"index": i} | entry(output)) for i, output in enumerate(answer["data"])]
@@ -116,7 +116,7 @@ def add_routes(app: FastAPI, api: Api) -> None:
         return json_response(answer | {"object": "list", "data": await asyncio.to_thread(data)})
 
     def prepared(body: InputBody, prefix: str = "") -> list[Any]:
-        """Return a body's prompts. If the body sets tokenization options, each prompt is a function that tokenizes."""
+        """Return a body's prompts. If the body has tokenization options, each prompt is a function that tokenizes."""
         prompts = [with_prefix(prompt, prefix) for prompt in body.prompts()]
         if body.add_special_tokens is None and body.truncate_prompt_tokens is None:
             return prompts

@@ -64,7 +64,7 @@ def _pair_prompt(query: str, document: str, instruction: str | None, template: s
 
 
 async def pool(llm: "EngineClient", prompts: Iterable[Any], params: PoolingParams, **options: Any) -> list:
-    """Submit a request for each prompt, at most WINDOW at a time. Return the outputs in the order of the prompts."""
+    """Submit a request for each prompt, at most WINDOW at a time. Outputs are in the order of the prompts."""
     running: deque[Any] = deque()
     outputs = []
     try:

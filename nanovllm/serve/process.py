@@ -1,4 +1,4 @@
-"""Sets up a serving process, before anything else runs in it."""
+"""Prepares a serving process, before the process does anything else."""
 
 import logging
 import sys
@@ -9,7 +9,7 @@ SWITCH_INTERVAL = 0.001
 
 
 def set_up_process() -> None:
-    """Make threads release the GIL sooner, and print the package's log (settings at the start, and errors)."""
+    """Make threads release the GIL sooner, and print the package's log, which contains settings and errors."""
     sys.setswitchinterval(SWITCH_INTERVAL)
     handler = logging.StreamHandler()
     erase = "\r\033[K" if sys.stderr.isatty() else ""  # first erases a progress line

@@ -1,6 +1,6 @@
 """Tokenizes prompts, so that long texts do not delay short texts.
 
-A text that exceeds the context length is refused before it is tokenized.
+If a text must exceed the context length, it is refused without being tokenized.
 """
 
 import json
@@ -23,7 +23,7 @@ PromptSource = Prompt | Callable[["PromptLane"], Prompt]
 
 
 def reads_images(source: PromptSource) -> bool:
-    """Return whether a prompt has images. If `source` is a `functools.partial`, check its arguments instead."""
+    """Return whether a prompt has images. If `source` is a `functools.partial`, its arguments are checked."""
     return any(map(has_images, source.args)) if isinstance(source, partial) else has_images(source)
 
 
@@ -36,7 +36,7 @@ class RenderedChat(str):
 
 
 class PromptLane(InputProcessor):
-    """One of two lanes that tokenize prompts. The lane for long texts has a separate tokenizer and a separate lock."""
+    """One of two lanes that tokenize prompts. The lane for long texts has its own tokenizer and its own lock."""
 
     def __init__(self, processor: InputProcessor, takes_long_texts: bool):
         tokenizer = deepcopy(processor.tokenizer) if takes_long_texts else processor.tokenizer
@@ -80,7 +80,7 @@ class PromptLane(InputProcessor):
 def tokenized(
     body: Any, prompt: Any, template_arguments: Mapping | None, max_tokens: int | None, lane: PromptLane
 ) -> TokensPrompt:
-    """Tokenize a prompt according to the fields of `body`, a protocol.TextBody.
+    """Tokenize a prompt. The fields of `body`, a protocol.TextBody, contain the options.
 
     By default, special tokens are added to text, but not to the output of a chat template. Raises ValueError if
     `truncate_prompt_tokens` plus `max_tokens` exceeds the context length.
@@ -115,11 +115,11 @@ def tokens_prompt(token_ids: list[int], text: str | None, images: Any = None) ->
 
 
 def longest_token(tokenizer: Any) -> int | None:
-    """Return the maximum number of bytes of normalized UTF-8 text per token, or `None` if there is no maximum.
+    """Return how many bytes of normalized UTF-8 text a token can contain, or `None` if there is no maximum.
 
     There is a bound under three conditions:
     - The vocabulary contains every byte, so no token represents unknown text.
-    - Normalizers and pre-tokenizers remove nothing, and treat each part between special tokens like a whole text.
+    - Normalizers and pre-tokenizers remove nothing. The text between two special tokens is treated like a whole text.
     - No special token absorbs the spaces around it.
     """
     backend, added = tokenizer.backend_tokenizer, tokenizer.added_tokens_decoder.values()

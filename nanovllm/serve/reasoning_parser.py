@@ -7,7 +7,7 @@ from nanovllm.serve.tool_parsers import HarmonyToolParser, ToolParser, length_be
 
 
 def make_reasoning_parser(reasoning: Reasoning, tools: ToolParser | None = None) -> "ReasoningParser | HarmonyParser":
-    """Return a parser for an answer that begins in the state `reasoning`. `tools` finds calls in the content."""
+    """Return a parser for an answer that begins in the state `reasoning`. `tools` finds calls."""
     if isinstance(reasoning, HarmonyReasoning):
         return HarmonyParser(reasoning, isinstance(tools, HarmonyToolParser))
     return ReasoningParser(reasoning)
@@ -27,7 +27,7 @@ class ReasoningParser:
 
     @property
     def is_over(self) -> bool:
-        """Whether all further text belongs to the answer."""
+        """Whether the reasoning has ended, so that all further text is content."""
         return self._place == "after"
 
     def feed(self, text: str, is_last: bool = False, token_ids: list[int] | None = None) -> tuple[str, str]:
@@ -64,7 +64,7 @@ class ReasoningParser:
         return self._place != "before"
 
     def _passes_repetition(self, is_last: bool) -> bool:
-        """Drop the model's begin marker if the prompt has already opened the reasoning.
+        """If the reasoning began in the prompt, and the model repeats the begin marker, drop the marker.
 
         Return False if more text is needed.
         """

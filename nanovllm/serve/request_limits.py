@@ -1,4 +1,4 @@
-"""Applies limits to requests before they reach a route, and to connections before they carry a request."""
+"""Applies limits to requests before they reach a route. Also applies limits to connections without a request."""
 
 import asyncio
 import hmac
@@ -34,18 +34,17 @@ UNREAD_SECONDS = 120.0  # a connection is reset after this time if its client do
 
 
 class RequestLimits:
-    """ASGI middleware that checks the host and the API key, and reads the body within limits on size and time.
+    """ASGI middleware that checks the host and the API key. The middleware reads the body, within limits.
 
-    A route begins after the whole body has arrived, so the route never waits for a client that sends slowly.
+    A route begins when the whole body has arrived, so it never waits for a client that sends slowly.
     """
 
     def __init__(
         self, app: Any, settings: ServerSettings, endpoints: Mapping[str, Endpoint], expects_images: bool = False
     ):
-        """endpoints: maps a path to the function that answers POST requests instead of `app`. Each iteration of the
+        """endpoints: maps a path to the function that answers its POST requests instead of `app`. Each iteration of the
         event loop admits only a few POST requests, so that a burst does not delay other work.
-        expects_images: whether bodies may be long because of images. With images, long bodies with many commas are
-            refused.
+        expects_images: True if bodies may be long because of images. Long bodies with many commas are then refused.
         """
         self._expects_images = expects_images
         self._endpoints, self._turns = endpoints, LoopTurns(*ADMITTED_PER_TURN, REQUEST_SECONDS)
@@ -126,7 +125,7 @@ class RequestLimits:
         return matches
 
     async def _read(self, request: Request, length: bytes) -> None:
-        """Read the body into the cache of `request`. Raises ApiError if the body is too long or too slow."""
+        """Read the body into the cache of `request`. Raises ApiError if the body is too long or arrives too slowly."""
         self._check_length(int(length[:20]) if length.isdigit() else 0)
         try:
             with fail_after(self.settings.body_timeout):
@@ -160,7 +159,7 @@ class RequestLimits:
 
 
 async def _answer_head(answer: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send only the headers of the answer to a GET. The body is not produced, because it may be an endless stream."""
+    """Answer with the headers that a GET would get. The body is not produced, because it may be an endless stream."""
     with CancelScope() as body:
 
         async def send_headers(message: Message) -> None:
@@ -173,11 +172,11 @@ async def _answer_head(answer: ASGIApp, scope: Scope, receive: Receive, send: Se
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 protocol, with limits on the size and the duration of headers, and without pipelining.
+    """uvicorn's HTTP/1.1 protocol without pipelining. The size of headers and the time to send them are limited.
 
-    uvicorn closes idle connections, but its timer stops at the first byte of a request. From the first byte on, the
-    client has `HEADER_SECONDS` to send all headers. Requests to upgrade the protocol are ignored, as HTTP permits.
-    Errors for invalid requests, and for requests that are refused before routing, have the API's usual format.
+    uvicorn closes idle connections, but its timer stops at the first byte of a request. The client then has
+    `HEADER_SECONDS` to send all headers. Requests to upgrade the protocol are ignored, as HTTP permits. If a request is
+    invalid or is refused before routing, the error has the API's usual format.
     """
 
     is_lost = False  # True when the client has closed the connection
@@ -189,7 +188,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def is_writable(self) -> bool:
-        """Whether the client has taken all data that was written."""
+        """True if the client has taken all written data."""
         return not self.flow.write_paused
 
     def write_chunk(self, data: bytes) -> None:
@@ -222,7 +221,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._refuse(ApiError(400, LONG_HEADERS))
 
     def _parse(self, data: bytes) -> None:
-        """Feed data to the parser. If a request asks for an upgrade, parse it again without the upgrade header.
+        """Feed data to the parser. If a request asks for an upgrade, it is parsed again without the upgrade header.
 
         The parser stops before the body of a request that asks for an upgrade. A new parser then reads the request
         again. The old parser would accept no further request after `connection: close` or an HTTP/1.0 request.

@@ -33,7 +33,7 @@ class ResponsesAnswer(ChatAnswer):
 
     def __init__(self, request: GenerationBody, keep: Callable[[str, bytes], None], *arguments: Any):
         """request: the body as the client sent it.
-        keep: called with the id and the JSON of the complete response.
+        keep: a function to call with the id and the JSON of the complete response.
         arguments: the arguments of ChatAnswer.
         """
         super().__init__(*arguments)
@@ -77,7 +77,7 @@ class ResponsesAnswer(ChatAnswer):
     # -- items ---------------------------------------------------------------------------------------------------------
 
     def _take(self, piece: CompletionOutput | StreamEvent) -> Iterator[bytes]:
-        """Add a piece of the answer to the output, and yield the events of the piece.
+        """Add a piece of the answer to the output. Yield the piece's events.
 
         Each event is encoded before the next event changes the same item.
         """

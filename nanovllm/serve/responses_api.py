@@ -1,4 +1,4 @@
-"""Translates requests to OpenAI's `/v1/responses` into chat requests, and stores a bounded number of responses."""
+"""Turns requests to OpenAI's `/v1/responses` into chat requests. Stores a limited number of responses."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ class ResponsesBody(GenerationBody):
 
 
 class Conversation(ChatBody):
-    """The chat body into which a request to /v1/responses is translated."""
+    """A chat body, which was translated from a request to /v1/responses."""
 
     own_names: ClassVar = ChatBody.own_names | {
         "messages": "input",
@@ -60,7 +60,7 @@ class Conversation(ChatBody):
 
 
 class ResponseStore:
-    """Stores each response as JSON under its id, with the conversation items that precede the response.
+    """Stores each response, as JSON, under its id. The conversation items before the response are also stored.
 
     If there are too many responses or bytes, the least recently used responses are dropped. Only the event loop's
     thread may use the store.
@@ -124,8 +124,8 @@ def add_routes(app: FastAPI, api: Api) -> None:
 def _translate(body: ResponsesBody, previous: tuple[bytes, bytes] | None) -> tuple[ChatBody, bytes]:
     """Return the conversation, and the JSON of its items.
 
-    The new items follow the items and the output of the previous response. Instructions of previous requests are
-    ignored. Raises ApiError for unsupported input.
+    New items come after the items and the output of the previous response. Instructions of previous requests are
+    ignored. Raises ApiError if the input is not supported.
     """
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     if previous is not None:
@@ -188,7 +188,7 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _content(content: Any, index: int) -> str | list[dict[str, Any]]:
-    """Return a chat message's content: a list of parts if there are images or several texts, else a string."""
+    """Return a chat message's content. If there are images or several texts, this is a list, else a string."""
     if isinstance(content, list) and any(map(is_image, content)):
         as_text = lambda part: {"type": "text", "text": _texts([part], index)[0]}
         return [part if is_image(part) else as_text(part) for part in content]

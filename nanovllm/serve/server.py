@@ -34,7 +34,7 @@ def allow_connections(number: int) -> None:
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that starts the engine in the server's event loop before listening."""
+    """A uvicorn server. Before it listens, it starts the engine in its event loop."""
 
     def __init__(self, config: uvicorn.Config, llm: EngineClient):
         super().__init__(config)

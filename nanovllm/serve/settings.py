@@ -148,7 +148,7 @@ class ServerSettings:
 
     @property
     def num_fronts(self) -> int:
-        """The number of HTTP processes in addition to the engine's process. With replicas, the number is 0."""
+        """The number of HTTP processes in addition to the engine's process. If there are replicas, the number is 0."""
         if self.data_parallel_size > 1 or self.enable_dev_endpoints:
             return 0
         if self.api_server_count is None:

@@ -1,4 +1,4 @@
-"""Translates the request fields that define the answer's structure to `SamplingParams.structured_outputs`."""
+"""Translates request fields to `SamplingParams.structured_outputs`. These fields define the answer's structure."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def structured_outputs(body: GenerationBody) -> dict[str, Any] | None:
 
 
 def with_own_field(error: ApiError, body: GenerationBody) -> ApiError:
-    """Make an error name the field that the client sent, such as `response_format`."""
+    """Change an error, so that it names the field that the client sent, such as `response_format`."""
     if error.param == "structured_outputs" and (structures := _structures(body)):
         field = next(iter(structures))
         error.rename({"structured_outputs": "tools" if field == "tool_choice" else field})
@@ -28,7 +28,7 @@ def with_own_field(error: ApiError, body: GenerationBody) -> ApiError:
 
 
 def _structures(body: GenerationBody) -> dict[str, dict[str, Any]]:
-    """Return the structures that the request defines for the answer, by field name."""
+    """Return the structures that the request defines for the answer, in a dict by field name."""
     calls = _of_tool_choice(body) if isinstance(body, ChatBody) else None
     structures = {"structured_outputs": body.structured_outputs}
     for kind in ("json", "regex", "choice", "grammar"):
@@ -49,7 +49,7 @@ def _of_response_format(body: GenerationBody) -> dict[str, Any] | None:
 
 
 def _of_tool_choice(body: ChatBody) -> dict[str, Any] | None:
-    """If `tool_choice` forces a call, return the schema of the answer, which WholeParser parses. Else return None."""
+    """If `tool_choice` forces a call, return the answer's schema, else None. WholeParser parses such an answer."""
     if body.tool_choice in (None, "none"):
         return None
     tools = require(body.tools, "tool_choice: there are no tools")
@@ -69,8 +69,7 @@ def _of_tool_choice(body: ChatBody) -> dict[str, Any] | None:
 def _call_schema(tool: Tool, uri: str) -> dict[str, Any]:
     """Return the schema of a call.
 
-    uri: becomes the `$id` of the parameters' schema, so that references such as `#/$defs/Item` refer to the parameters'
-        schema.
+    uri: the `$id` of the parameters' schema. References such as `#/$defs/Item` then refer to the parameters' schema.
     """
     # without $schema, the newest draft applies; in drafts before 2019-09, a `$ref` would hide the `$id` next to it
     parameters = {name: value for name, value in _parameters(tool).items() if name != "$schema"} | {"$id": uri}

@@ -1,8 +1,8 @@
-"""Renders chat templates in separate processes if a template or its arguments may make rendering slow.
+"""Renders chat templates in separate processes. These processes are used if rendering may be slow.
 
-A template is a program, and jinja2's sandbox limits neither the time nor the memory of a template. An expression such
-as `'a' * 10**10` or a huge width in a format can take all memory, and a few nested loops can take hours. A process can
-be killed, but a thread can't.
+A template is a program, and jinja2's sandbox limits neither its time nor its memory. An expression such as `'a' *
+10**10` or a huge width in a format can take all memory. A few nested loops can take hours. A process can be killed, but
+a thread can't.
 """
 
 import json
@@ -77,10 +77,10 @@ def _is_short_text(value: Any) -> bool:
 
 
 class TemplateSandbox:
-    """Runs rendering processes, which start on demand and run until `close`. Any thread may use the sandbox."""
+    """Runs rendering processes, from the first use to `close`. Any thread may use the sandbox."""
 
     def __init__(self, tokenizer: Any):
-        """tokenizer: the tokenizer whose chat template is the default for conversations."""
+        """tokenizer: its chat template is the default."""
         self._tokenizer = tokenizer
         self._processes: set[Process] = set()
         self._idle: list[Process] = []
@@ -153,7 +153,7 @@ class _Renderer(NamedTuple):
 
 
 def _ask(process: Process, question: str) -> bytes:
-    """Return a process's answer, or b"" if the process has ended. If the wait is interrupted, kill the process."""
+    """Return a process's answer. If the process has ended, return b"". If the wait is interrupted, kill the process."""
     assert process.stdin is not None and process.stdout is not None
     answer = b""
     try:

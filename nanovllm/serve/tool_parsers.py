@@ -1,8 +1,8 @@
 """Finds tool calls in generated text, while the text arrives.
 
 A parser takes the pieces of one answer, and returns content and complete calls in order. The parser holds back text
-that may belong to a call. Text that turns out not to be a valid call becomes content. The content and the calls do not
-depend on how the answer is cut into pieces.
+that may belong to a call. If the text is not a valid call, it becomes content. The results do not depend on how the
+answer is cut into pieces.
 """
 
 import json
@@ -35,23 +35,23 @@ class ToolParser:
         self._held = ""  # text that may belong to a call
 
     def feed(self, text: str, is_last: bool = False) -> list[Part]:
-        """Append `text` to the held text, and return the content and the complete calls in the held text.
+        """Append `text` to the held text. Return the held text's content and complete calls.
 
-        With `is_last`, no text is held back.
+        If `is_last` is True, no text is held back.
         """
         return [text] if text else []
 
     @staticmethod
     def new_id() -> str:
-        """Return a new id for a call, which the model reads in the next turn."""
+        """Return a new id for a call. The model reads the id in the next turn."""
         return f"call_{secrets.token_hex(12)}"
 
 
 class MarkedParser(ToolParser):
-    """A parser for any number of calls with text between them. Each call begins with a marker.
+    """A parser for answers with any number of calls, and text between calls. Each call begins with a marker.
 
-    A call consists of a head, which ends where the arguments begin, and a body. White space around calls is not
-    content. For pieces of any size, the time is linear in the length of the text.
+    A call consists of a head and a body, which begins with the arguments. White space around calls is not content. The
+    time is linear in the length of the text, whatever the size of the pieces.
     """
 
     HEAD: ClassVar[re.Pattern[str]]  # matches the head with its marker; at most MAX_HEAD characters
@@ -95,7 +95,7 @@ class MarkedParser(ToolParser):
         return [part for part in parts if part]
 
     def _read_call(self, is_last: bool) -> tuple[list[ToolCall], int] | None:
-        """Return the calls that begin at `_start`, and the index of their end. Return None if more text is needed.
+        """Return the calls that begin at `_start`, and the index where they end. Return None if more text is needed.
 
         If the list of calls is empty, the text up to the returned index is content.
         """
@@ -117,7 +117,7 @@ class MarkedParser(ToolParser):
         raise NotImplementedError
 
     def _takes_bare_call(self) -> bool:
-        """Return whether a JSON object without a marker counts as a call at this point."""
+        """Return whether a JSON object without a marker is a call at this point."""
         return False
 
     def _is_at_call(self) -> bool:
@@ -125,7 +125,7 @@ class MarkedParser(ToolParser):
         return is_bare or self._held.startswith(self.markers, self._start)
 
     def _call_start(self, is_last: bool) -> int:
-        """Return the index where the next call begins, or where a call may begin if more text follows."""
+        """Return the index where the next call begins, or where it may begin if more text follows."""
         held = self._held
         begin = _end_of(self.BLANK, held, self._start)
         if self._takes_bare_call() and held.startswith("{", begin):
@@ -150,7 +150,7 @@ class MarkedParser(ToolParser):
         return True
 
     def _content(self, end: int) -> str:
-        """Move `_start` to `end`. Return the text in between, or "" while the text may be white space around a call."""
+        """Move `_start` to `end`. Return the text between them, or "" while it may be white space around a call."""
         text, self._start = self._held[self._start : end], end
         if self._space is not None:
             self._space.append(text)
@@ -162,7 +162,7 @@ class MarkedParser(ToolParser):
 
 
 class JsonParser(MarkedParser):
-    """A parser for calls with JSON arguments. The function's name is in the head's group "name" or in the JSON."""
+    """A parser for calls with JSON arguments. The function's name is in the JSON or in the head's group "name"."""
 
     def _begin_body(self, head: re.Match[str]) -> None:
         self._json = JsonScanner(head.end())
@@ -180,7 +180,7 @@ class JsonParser(MarkedParser):
         return ([_call(name.strip(), value)] if isinstance(value, dict) else []), end
 
     def _may_lack_arguments(self, head: re.Match[str]) -> bool:
-        """Return whether an object that contains a name but no arguments is a call."""
+        """Return True if an object with a name but without arguments is a call."""
         return True
 
 
@@ -211,7 +211,7 @@ class XmlParser(HermesParser):
         </function>
         </tool_call>
 
-    The models sometimes omit the first line or the line `</function>`, or write JSON instead.
+    The models sometimes omit the first line or the line `</function>`. Sometimes they write JSON instead.
     """
 
     CALL, CALL_END, FUNCTION_END, PARAMETER_END = "<tool_call>", "</tool_call>", "</function>", "</parameter>"
@@ -330,10 +330,10 @@ class Llama3Parser(JsonParser):
 
 
 class WholeParser(ToolParser):
-    """A parser for structured outputs, if the whole answer is JSON. An answer that was cut off becomes content.
+    """A parser for structured outputs. The whole answer must be JSON. If the answer was cut off, it becomes content.
 
-    With `tool_choice="required"`, the answer is `[{"name": ..., "parameters": {...}}, ...]`. With a named
-    `tool_choice`, the answer contains only the arguments of a call of the function `name`.
+    If `tool_choice` is "required", the answer is `[{"name": ..., "parameters": {...}}, ...]`. If `tool_choice` names a
+    function, the answer contains only the arguments for the function `name`.
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -376,7 +376,7 @@ SIGNS = {
 
 
 def parser_for(chat_template: str) -> str | None:
-    """Return the parser name for the tool-call format of a chat template; `None` if no known format is found."""
+    """Return the name of the parser for a chat template's tool calls, or `None` if the format is unknown."""
     return next((name for name, sign in SIGNS.items() if sign in chat_template), None)
 
 
@@ -398,7 +398,7 @@ _DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse_constant, parse
 
 
 def parsed(text: str) -> Any:
-    """Return the value of a JSON text; None if the text is not JSON."""
+    """Return the value of a JSON text, or None if the text is not JSON."""
     try:
         return _DECODER.decode(text)
     except (ValueError, RecursionError):
@@ -406,7 +406,7 @@ def parsed(text: str) -> Any:
 
 
 class JsonScanner:
-    """Finds the end of a JSON object or list while its text arrives. The scanner reads each character once.
+    """Finds the end of a JSON object or list while the text arrives. The scanner reads each character once.
 
     The scanner detects some invalid JSON early, such as a word after a string. `parsed` detects the remaining errors.
     """
@@ -421,9 +421,9 @@ class JsonScanner:
         self._last = "open"  # or "value" or "word"; determines what may come next
 
     def end(self, text: str) -> int | None:
-        """Return the index of the end of the JSON, or None if `text` does not contain the end.
+        """Return the index where the JSON ends, or None if `text` does not contain the end.
 
-        `text` must begin with the `text` of the previous call. Raises ValueError if `text` is not JSON.
+        `text` must begin with the previous call's `text`. Raises ValueError if `text` is not JSON.
         """
         while not self._is_in_string or self._passes_string(text):
             match: Any = self._NEXT.match(text, self._place)
@@ -497,7 +497,7 @@ def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
 def length_before(tag: str, text: str, is_last: bool) -> int:
     """Return how many characters precede `tag` in `text`.
 
-    Unless `is_last` is set, an incomplete `tag` at the end of `text` counts as `tag`.
+    An incomplete `tag` at the end of `text` is treated like `tag`, unless `is_last` is True.
     """
     if (begin := text.find(tag)) >= 0 or is_last:
         return begin if begin >= 0 else len(text)
@@ -517,7 +517,7 @@ _TYPES: dict[str, Any] = {
 
 
 def _plain_value(text: str) -> str:
-    """Return the text between two tags, without the line break after the first tag and before the second tag."""
+    """Return the text between two tags. A line break after the first tag or before the second tag is removed."""
     return text.removeprefix("\r\n" if text.startswith("\r\n") else "\n").removesuffix("\n").removesuffix("\r")
 
 

@@ -1,4 +1,4 @@
-"""Records the engine step by step, for a page that shows the recording live or from a file.
+"""Records the engine step by step. A page shows the recording, live or from a file.
 
 ```python
 with trace(llm, "run.html"):
@@ -31,9 +31,9 @@ logger = logging.getLogger("nanovllm")
 
 @contextmanager
 def trace(llm: LLM, path: str | Path, max_steps: int = 20_000) -> Iterator["StepRecorder"]:
-    """Record the engine's steps during a `with` block, and write them to an HTML file that works without a network.
+    """Record the engine's steps during a `with` block. Write them to an HTML file, which works without a network.
 
-    The file contains the last `max_steps` steps, and is written even if the block raises an error. Raises
+    The file contains the last `max_steps` steps. The file is also written if the block raises an error. Raises
     FileNotFoundError if the folder of `path` does not exist.
     """
     if not (path := Path(path)).absolute().parent.is_dir():
@@ -48,11 +48,11 @@ def trace(llm: LLM, path: str | Path, max_steps: int = 20_000) -> Iterator["Step
 
 
 class StepRecorder:
-    """Makes a frame of the engine's state after each step, and stores the last `max_frames` frames.
+    """Makes a frame after each step, and stores the last `max_frames` frames. A frame describes the engine's state.
 
     A frame stores only differences. The time to make a frame therefore depends on the numbers of running sequences and
     changed blocks, not on the size of the cache. Any number of threads may read the frames. Dropped frames are merged
-    into a key frame, from which every reader starts.
+    into a key frame, where every reader starts.
     """
 
     def __init__(self, llm: LLM, max_frames: int = 512):
@@ -111,7 +111,7 @@ class StepRecorder:
         self._engine_thread.call(self._stop)
 
     def refresh(self) -> None:
-        """Add a frame if the state has changed without a step, for example because the last request was aborted."""
+        """Add a frame if the state has changed without a step. The last request may have been aborted, for example."""
         self._engine_thread.call(self._refresh)
 
     @property
@@ -124,7 +124,7 @@ class StepRecorder:
         return not self._tables and not self._waiting[0]
 
     def frames_since(self, last: int) -> tuple[list[Frame], int]:
-        """Return the frames after frame number `last`, and the number of the last returned frame.
+        """Return the frames after frame number `last`. Also return the number of the last returned frame.
 
         If the frame after `last` was dropped, or if `last` is 0, return a key frame and all stored frames.
         """
@@ -136,7 +136,7 @@ class StepRecorder:
         return [base.key_frame(), *frames], last
 
     def json_since(self, last: int) -> tuple[str, int]:
-        """Return the frames of `frames_since` as JSON ("" if there are no new frames), and the last frame's number.
+        """Return the frames of `frames_since` as JSON, or "" if there are none. Also return the last frame's number.
 
         If several readers need the same frames, the frames are encoded once.
         """
@@ -151,7 +151,7 @@ class StepRecorder:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Guard a `with` block: an error in the block ends the recording, but does not affect requests."""
+        """Guard a `with` block. An error in the block ends the recording, but does not affect requests."""
         try:
             yield
         except Exception:
@@ -218,7 +218,7 @@ class StepRecorder:
         return {key: value for key, value in frame.items() if value or key in KEPT_FIELDS}
 
     def _update_tables(self, frame: Frame) -> set[int]:
-        """Add changed block tables to the frame, and return the ids of blocks that sequences have released."""
+        """Add changed block tables to the frame. Return the ids of blocks that sequences have released."""
         prefilling, running = self._scheduler.prefilling, self._scheduler.running
         unused: set[int] = set()
         for seq in chain(prefilling.values(), running.values()):
@@ -242,7 +242,7 @@ class StepRecorder:
         return unused
 
     def _release(self, seq: Sequence, frame: Frame) -> list[int]:
-        """Add a released sequence to the frame, and return the ids of the blocks that the sequence used.
+        """Add a released sequence to the frame. Return the ids of the blocks that it used.
 
         A released sequence gets a new table, so the recorded table still contains the ids.
         """
@@ -256,7 +256,7 @@ class StepRecorder:
         return self._tables.pop(seq)
 
     def _update_cached(self, frame: Frame, blocks: Iterable[Block]) -> None:
-        """Add to the frame all unused blocks that have become cached or are no longer cached."""
+        """Add unused blocks to the frame if they have become cached or are no longer cached."""
         cached = self._cached
         changed = [b.block_id for b in blocks if (not b.ref_count and b.hash != -1) != (b.block_id in cached)]
         frame["cached"] = sorted(block_id for block_id in changed if block_id not in cached)
@@ -287,9 +287,9 @@ class StepRecorder:
         return name
 
     def _has_missed(self, step: ScheduledStep) -> bool:
-        """Return whether a sequence started and ended between two frames.
+        """Return True if a sequence has started and ended between two frames.
 
-        A missed sequence may have evicted blocks unnoticed.
+        The recorder does not know the blocks that such a sequence may have evicted.
         """
         seqs = chain((seq for seq, _, _ in step.chunks), step.sampled_seqs[step.num_decodes :])
         return any(seq not in self._tables and seq not in self._just_released for seq in seqs)

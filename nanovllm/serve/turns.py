@@ -1,4 +1,4 @@
-"""Makes waiting fair: a client with many slow requests waits for its own requests, but does not delay other clients."""
+"""Makes waiting fair. If a client has many slow requests, they wait for each other, but do not delay other clients."""
 
 import asyncio
 from collections import deque
@@ -13,7 +13,7 @@ CLIENT: ContextVar[Hashable] = ContextVar("client", default=None)  # the client 
 
 
 class ClientTurns:
-    """Runs at most `num_turns` calls at a time for each client. Only the event loop's thread may use the object."""
+    """Runs at most `num_turns` calls of each client at a time. Only the event loop's thread may use this object."""
 
     def __init__(self, num_turns: int):
         self._num_turns = num_turns
@@ -34,9 +34,9 @@ class ClientTurns:
 class LoopTurns:
     """Admits a few tasks in each iteration of the event loop, in order of arrival.
 
-    An iteration admits between `least` and `most` tasks: as many as fit into half the duration of the previous
-    iteration, if each task takes `seconds`. If the number of admitted tasks were fixed, tasks would wait too long when
-    other work makes iterations long.
+    An iteration admits as many tasks as fit into half the duration of the previous iteration, but at least `least` and
+    at most `most`. The duration of a task is estimated as `seconds`. If the number were fixed, tasks would wait too
+    long when other work makes iterations long.
     """
 
     def __init__(self, least: int, most: int = 0, seconds: float = 1.0):

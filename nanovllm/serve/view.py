@@ -24,7 +24,7 @@ def view_router(
     """Make the routes `GET /` (the page) and `GET /view/events` (its frames).
 
     call: `EngineClient.call`. authorize: a FastAPI dependency of `/view/events`. Streams end when `is_closing()`
-    returns True. While no stream is open, nothing is recorded.
+        returns True. Nothing is recorded while no stream is open.
     """
     router = APIRouter()
     watchers = Watchers(call)
@@ -52,7 +52,7 @@ def view_router(
 class Watchers:
     """The open streams of frames. The streams share one recorder, which runs while any stream is open.
 
-    Each stream remembers the last frame that it sent. Nothing is queued for a slow stream. A stream that is too slow
+    Each stream remembers the last frame that it sent. Nothing is queued for a slow stream. If a stream is too slow, it
     skips frames, and continues with a key frame.
     """
 
@@ -100,7 +100,7 @@ class Watchers:
                 await self._call("stop_recording")
 
     async def _refresh(self) -> None:
-        """Read the engine's state again, because requests may have been aborted without a step."""
+        """Read the engine's state again. Requests may have been aborted without a step."""
         if monotonic() >= self._next_refresh:
             self._next_refresh = monotonic() + QUIET
             await self._call("refresh_recording")

@@ -1,4 +1,4 @@
-"""Generates several tokens per step by speculative decoding, which never changes the text.
+"""Speculative decoding, which generates several tokens per step, and never changes the text.
 
 See nanovllm/docs/speculation.md.
 """

@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 
 class DraftModel:
-    """A draft model with a separate KV cache. The cache uses the target model's block ids.
+    """A draft model with a separate KV cache. This cache uses the target model's block ids.
 
     There is no second block manager: a block is always allocated in both caches. A row consists of the keys and values
     of one position in a sequence. Before the draft model drafts for a sequence, it computes the sequence's missing
-    rows. The cache may lack rows for the prompt, for blocks that a preemption has freed, or for tokens that were
+    rows. Rows of the prompt may be missing, rows of blocks that a preemption has freed, and rows of tokens that were
     generated without drafts.
 
-    Each rank has the whole draft model. The ranks' results may differ in their last bits, so an all-reduce makes the
-    ranks agree on each draft.
+    Each rank has the whole draft model. The ranks' results may differ in their last bits, so the ranks agree on each
+    draft by an all-reduce.
 
-    To compute the row of a position, the drafter reads the token at `position + shift`.
+    To compute the row of a position, the drafter reads the token at position `position + shift`.
     """
 
     shift = 0
@@ -81,7 +81,7 @@ class DraftModel:
         load_model(self.model, folder, self.runner.device, load_format)
 
     def draft(self, arrays: Arrays) -> None:
-        """Draft for the sequences in the arrays of `Speculation.prepare`, and write the drafts to `RequestTables`.
+        """Write drafts to `RequestTables`, for the sequences in the arrays of `Speculation.prepare`.
 
         On CUDA, the host waits for the device only if a sequence must catch up.
         """
@@ -93,7 +93,7 @@ class DraftModel:
         self.run(arrays["req_indices"], arrays["num_drafts"], arrays["drafts"].shape[1])
 
     def _catch_up(self, req_indices: torch.Tensor, are_new: torch.Tensor) -> None:
-        """Compute the missing rows of each sequence, except its last row, in pieces of limited size."""
+        """Compute each sequence's missing rows in pieces of limited size. The last row is not computed."""
         ends = self.runner.tables.num_tokens[req_indices].long() - self.shift - 1
         starts = self.num_computed[req_indices].minimum(ends) * (are_new == 0)
         piece = max(1, self.runner.config.max_num_batched_tokens // len(req_indices))
@@ -132,10 +132,10 @@ class DraftModel:
         self.runner.tp.barrier(positions.device)  # needed because the embeddings are a sum over ranks
 
     def draft_chains(self, req_indices: torch.Tensor, num_drafts: torch.Tensor, num_steps: int) -> None:
-        """Draft up to `num_steps` tokens for each of D sequences. Each sequence lacks at most `width` rows.
+        """Draft up to `num_steps` tokens for each of D sequences. At most `width` rows of each sequence are missing.
 
-        Sequence i gets `num_drafts[i]` drafts, and padding gets none. The drafts are written to the request tables,
-        with -1 where there is no draft. CUDA graphs capture this method, so shapes are fixed and the host never waits.
+        Sequence i gets `num_drafts[i]` drafts, and padding gets none. The drafts are written to the request tables. -1
+        means that there is no draft. CUDA graphs capture this method, so shapes are fixed and the host never waits.
         """
         runner, tables, n, drafts = self.runner, self.runner.tables, len(req_indices), []
         by_request = tables.last_token_ids[:, 0], tables.params, tables.block_tables[:, :-1]
@@ -165,7 +165,7 @@ class DraftModel:
         tables.last_token_ids[req_indices, 1 : 1 + num_steps] = torch.stack(drafts).where(newest_slots >= 0, -1).T
 
     def compute(self, slots: torch.Tensor, token_slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Compute the rows of the cache slots `slots` from the tokens at `token_slots`.
+        """Compute the rows of cache slots `slots`. The tokens are at `token_slots`.
 
         Return hidden states [T, hidden_size].
         """
@@ -174,14 +174,15 @@ class DraftModel:
     def chain(self, token_slots: torch.Tensor, hidden_states: torch.Tensor) -> None:
         """Do nothing.
 
-        Draft heads override this method. They store the hidden state of each sequence's last row, by `token_slots`.
+        Draft heads override this method to store the hidden state of each sequence's last row. The state is stored at
+        `token_slots`.
         """
 
     def compute_logits(self, hidden_states: torch.Tensor, sampling_params: torch.Tensor) -> torch.Tensor:
         return self.model.compute_logits(hidden_states)
 
     def _sample(self, hidden_states: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-        """Sample drafts with the logit edits, filters and noise that the target model will use for the same tokens."""
+        """Sample drafts with the same logit edits, filters and noise that the target model will use."""
         tp, logits = self.runner.tp, self.compute_logits(hidden_states, rows.params)
         for name, feature in self.runner.features.items():
             if name != "spec_decode":  # its edits belong to verification

@@ -1,4 +1,4 @@
-"""The scheduler for speculation: it can append several tokens to a sequence in one step, and plans drafts."""
+"""A scheduler that plans drafts, and that can append several tokens to a sequence in one step."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -29,12 +29,12 @@ MANY = 8
 
 @dataclass
 class Pace:
-    """Decides when a sequence drafts.
+    """Decides whether a sequence drafts or pauses.
 
     Drafting pauses if few drafts were accepted, or if several steps in a row had no drafts. `mean` is the moving
     average of accepted drafts per step, and starts at 2. If `mean` falls below the break-even point, drafting on the
-    host pauses. Each pause is twice as long as the previous pause, up to a maximum. If many drafts are accepted, the
-    next pause is short again. After a pause, `mean` starts at 1.5 times the break-even point.
+    host pauses. Each pause is twice as long as the one before, up to a maximum. After many drafts were accepted, pauses
+    are short again. After a pause, `mean` starts at 1.5 times the break-even point.
     """
 
     mean: float = 2.0
@@ -43,7 +43,7 @@ class Pace:
     next_pause: int = PAUSES[0]
 
     def accepted(self, number: int, num_paying: float) -> None:
-        """Record `number` accepted drafts in a step. The step breaks even with `num_paying` accepted drafts."""
+        """Record that `number` drafts were accepted in a step. `num_paying` accepted drafts would break even."""
         self.mean, self.misses = self.mean + (number - self.mean) / MEMORY, 0
         if self.mean < num_paying:
             self.mean = 1.5 * num_paying
@@ -52,7 +52,7 @@ class Pace:
             self.next_pause = PAUSES[0]
 
     def missed(self) -> None:
-        """Record a step in which the sequence waited for its token but got no drafts."""
+        """Record that the sequence waited for its token in a step, but got no drafts."""
         self.misses += 1
         if self.misses == MEMORY // 2:
             self._rest()
@@ -62,7 +62,7 @@ class Pace:
 
 
 def width_that_pays(drafts: list[tuple[int, float]], num_seqs: int, cost: StepCost) -> int:
-    """Return the number of drafts per sequence that maximizes throughput. All sequences get the same number of rows.
+    """Return how many drafts per sequence maximize the throughput. All sequences get the same number of rows.
 
     `drafts` contains a pair for each sequence that drafts: the number of drafts, and the expected number of accepted
     drafts.
@@ -106,7 +106,7 @@ class DraftingScheduler(Scheduler):
         return changed
 
     def _account(self, step: ScheduledStep, num_tokens: float) -> None:
-        """Add the loss of a step to `lost`. The step generated `num_tokens` tokens per sequence on average.
+        """Add the loss of a step to `lost`. A sequence got `num_tokens` tokens on average.
 
         Losses are measured in units of a step without drafts.
         """
@@ -122,7 +122,7 @@ class DraftingScheduler(Scheduler):
             self.paid_per_step = PAID_PER_STEP
 
     def _postprocess_rounds(self, step: ScheduledStep, result: StepResult, counts: list[int]) -> Collection[Sequence]:
-        """Process the tokens in rounds: round i appends token i of each sequence that gets more than i tokens."""
+        """Process tokens in rounds. If a sequence gets more than i tokens, round i appends its token i."""
         k = step.tokens_per_row
         self._settle(step, counts)
         changed = dict[Sequence, None]()
@@ -184,9 +184,9 @@ class DraftingScheduler(Scheduler):
             self._plan(seq, drafts, all_wait or (may_draft and not self.paces[seq].pause))
 
     def _hold_for_others(self) -> bool:
-        """If other drafting sequences are still in flight, hold the sequences whose tokens have arrived.
+        """Hold sequences whose tokens have arrived, while other drafting sequences are in flight.
 
-        If the sequences were not held, the two groups would run in alternating steps, and need twice as many steps.
+        Otherwise, two groups of sequences would run in alternating steps, which would double the number of steps.
         """
         if not any(seq.waits_for_token and seq.num_tokens > len(seq.token_ids) for seq in self.paces):
             return False

@@ -22,7 +22,7 @@ DTYPES = (*FLOAT_DTYPES, "I64", "I32", "BOOL")  # integer tensors map the vocabu
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config:
-    """The shape of an EAGLE-3 head, checked against its target model."""
+    """The shape of an EAGLE-3 head. The shape was checked against the target model."""
 
     layer: ModelConfig  # of the head's layer, with the vocabulary of the target model
     draft_vocab_size: int  # number of tokens that the head can draft
@@ -33,9 +33,10 @@ class Eagle3Config:
 
 
 def read_eagle3_config(folder: Path, target: ModelConfig, dtype: torch.dtype, with_weights: bool) -> Eagle3Config:
-    """Read the config of the EAGLE-3 head in `folder`, for the target model `target` and the engine's `dtype`.
+    """Read the config of the EAGLE-3 head in `folder`. `target` is the target model, and `dtype` is the engine's.
 
-    Raise ValueError or TypeError, naming the file and the value, if the head is unsupported or made for another model.
+    If the head is not supported or was made for another model, raise a ValueError or TypeError that names file and
+    value.
     """
     file = folder / "config.json"
     raw = read_json(file)
@@ -73,7 +74,7 @@ def read_eagle3_config(folder: Path, target: ModelConfig, dtype: torch.dtype, wi
 def _layer_ids(file: Path, raw: dict, num_layers: int) -> tuple[int, ...]:
     """Return the ids of the layers whose inputs the head reads.
 
-    In `eagle_config`, an id refers to a layer's output, which is the next layer's input.
+    An id in `eagle_config` refers to a layer's output. The following layer reads this output.
     """
     name = "eagle_aux_hidden_state_layer_ids"
     top_level, of_authors = raw.get(name), (raw.get("eagle_config") or {}).get(name)
@@ -88,7 +89,7 @@ def _layer_ids(file: Path, raw: dict, num_layers: int) -> tuple[int, ...]:
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the memory-mapped tensors, under the names that `models/shared/head_models.py` uses.
+    """Return the memory-mapped tensors. The names are those in `models/shared/head_models.py`.
 
     In files, the name of the layer is `midlayer` or `layers.0`. Many heads are stored as `pytorch_model.bin`, which is
     unpickled with `weights_only=True`.
@@ -109,7 +110,7 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def check_mtp(folder: Path, target: ModelConfig, with_weights: bool) -> None:
-    """Raise ValueError unless `folder` contains a supported MTP head in addition to the model `target`."""
+    """Raise ValueError unless `folder` contains a supported MTP head for the model `target`."""
     if not target.hybrid:
         raise ValueError(f"method='mtp': models of the family {target.model_type!r} have no head")
     names = [*find_mtp_tensors(folder, target.quantization)] if with_weights else ["mtp."]
@@ -118,7 +119,7 @@ def check_mtp(folder: Path, target: ModelConfig, with_weights: bool) -> None:
 
 
 def find_mtp_tensors(folder: Path, quantization: Any) -> dict[str, Path]:
-    """Return the file of each tensor of the MTP head, by the name of the tensor in the checkpoint.
+    """Return a dict that maps the name of each tensor of the MTP head to the tensor's file.
 
     `quantization` is the checkpoint's QuantConfig or None.
     """
@@ -128,9 +129,9 @@ def find_mtp_tensors(folder: Path, quantization: Any) -> dict[str, Path]:
 
 
 def read_mtp_tensors(folder: Path, quantization: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors of the MTP head on the CPU, under the names that `models/shared/head_models.py` uses.
+    """Return the MTP head's tensors, on the CPU. The names are those in `models/shared/head_models.py`.
 
-    Weights are dequantized to float32, because the head is a single layer.
+    Weights are dequantized to float32. (The head is a single layer.)
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, file in find_mtp_tensors(folder, quantization).items():

@@ -1,4 +1,4 @@
-"""Handles steps that verify drafts, with several rows per sequence.
+"""Handles steps that verify drafts. In these steps, a sequence has several rows.
 
 Each sequence gets its accepted drafts and one more token. There are k = `tokens_per_row` rows per sequence. On CUDA,
 kernels replace these functions.
@@ -14,9 +14,9 @@ from nanovllm.kernels import operation
 
 
 def rows_of_drafts(k: int, req_indices: Any, num_reserved: Any, lengths: Any, last_token_ids: Any) -> tuple[Any, ...]:
-    """Return k rows for each of D sequences, [D * k]: request indices, `num_reserved`, lengths and token ids.
+    """Return request indices, `num_reserved`, lengths and token ids, each [D * k]: k rows for each of D sequences.
 
-    The first row contains the sequence's last token, and each further row contains the next draft. Rows from index
+    The first row contains the sequence's last token. Each further row contains one draft. Rows from index
     `num_reserved` on are copies of row `num_reserved - 1`.
     """
     (steps,) = arrays(torch.arange(k, device=getattr(num_reserved, "device", "cpu")))
@@ -29,7 +29,7 @@ def rows_of_drafts(k: int, req_indices: Any, num_reserved: Any, lengths: Any, la
 def accept_drafts(
     req_indices: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, tables: RequestTables
 ) -> torch.Tensor:
-    """Return the number of sampled tokens that each sequence gets: [S] int32, at most k.
+    """Return how many sampled tokens each sequence gets, as [S] int32. The maximum is k.
 
     A draft is accepted if it and all earlier drafts equal the tokens sampled at their positions. A row at the same
     position as the previous row contains no draft. The tables receive each sequence's new length and last token.
@@ -62,7 +62,7 @@ def place_chains(
     num_computed: torch.Tensor,
     shape: ChainShape,
 ) -> tuple[torch.Tensor, ...]:
-    """Return where a drafter computes the rows of D sequences, and where it reads and writes tokens.
+    """Return places for D sequences: where a drafter computes their rows, and where it reads and writes tokens.
 
     The first tensors describe all rows [R], ordered by step:
 
@@ -74,11 +74,11 @@ def place_chains(
     The other tensors [num_steps, D] describe the last row of each sequence in each step:
 
     - the position of the row's token, int32
-    - the slot to which the row's token is written, int64; -1 for padding, or if the token has already been written
+    - the slot to which the row's token is written, int64; -1 for padding, or if the token was written before
 
     In the first step, a sequence has `width` rows: the rows that it lacks, then copies of its last row. In each further
-    step, a sequence has one row for the next draft, or a copy of its previous row if there is no next draft. The
-    function sets `num_computed`, indexed by request, to the number of computed rows, not counting rows of drafts.
+    step, a sequence has one row for another draft, or a copy of its previous row if no draft is left. The function sets
+    `num_computed`, which is indexed by request, to the number of computed rows. Rows of drafts are not included.
     """
     num_steps, width, shift, block_size = shape
     indices, steps = req_indices.long(), torch.arange(max(width, num_steps), device=req_indices.device)

@@ -1,4 +1,4 @@
-"""Implements speculation as a step feature, which writes drafts to the tables that the step reads."""
+"""Implements speculation as a step feature. The feature writes drafts to tables that the step reads."""
 
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
@@ -35,8 +35,8 @@ class Speculation(StepFeature):
 
         `drafts` is [D, tokens_per_row - 1], with -1 where there is no draft.
 
-        For a drafter on the device, a row of `behind` [B, 2] describes a sequence that must catch up: its request
-        index, and whether the sequence is new.
+        `behind` [B, 2] is for drafters on the device. A row describes a sequence that must catch up: its request index,
+        and whether it is new.
         """
         req_indices, all_reserved = (np.array(x, np.int64) for x in (step.req_indices, step.num_reserved))
         rows = (all_reserved > 1).nonzero()[0]
@@ -96,7 +96,7 @@ class Speculation(StepFeature):
             allowed_masks[arrays["mask_places"].long().unbind(1)] = arrays["masks"]
 
     def edit_logits(self, logits: torch.Tensor, rows: SamplingRows) -> None:
-        """If `synthetic_acceptance_rates` is set, edit the logits so that drafts are accepted at these rates."""
+        """Edit the logits so that drafts are accepted at the `synthetic_acceptance_rates`, if these are set."""
         if (rates := self.rates) is None:
             return
         req_indices, positions = rows.req_indices.long(), rows.positions.long()

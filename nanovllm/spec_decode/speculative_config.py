@@ -26,7 +26,7 @@ def check_rates(name: str, value: Any) -> tuple[float, ...]:
 
 
 class StepCost(NamedTuple):
-    """Step times for some numbers of rows, in an arbitrary unit. Times for other numbers of rows are interpolated."""
+    """The time of a step for some numbers of rows, in an arbitrary unit. Other times are interpolated."""
 
     rows: tuple[int, ...]
     times: tuple[float, ...]  # of steps with these numbers of rows; on a CPU, rows of drafts count, too
@@ -103,7 +103,7 @@ KEYS = [field.name for field in fields(SpeculativeConfig)][:-3]  # the last thre
 
 
 def given_values(given: Any) -> dict[str, Any]:
-    """Return the items of `given` whose values are not None. `given` is a dict, or a dict as JSON text."""
+    """Return the items of `given` whose values are not None. `given` is a dict or the JSON text of a dict."""
     given = parse_json("speculative_config", given)
     if not isinstance(given, Mapping):
         raise TypeError(f"speculative_config={given!r:.80}: must be a dict, or JSON of one")

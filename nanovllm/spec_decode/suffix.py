@@ -1,4 +1,4 @@
-"""Drafts by suffix decoding, which copies the tokens that followed the longest matching context.
+"""Drafts by suffix decoding. The drafts are the tokens that followed the longest matching context.
 
 The context may have occurred in the same request or in an earlier request.
 
@@ -23,8 +23,8 @@ class SuffixAutomaton:
     Building the index takes time and memory linear in the length of the texts.
 
     A state stands for all contexts that end at the same positions. `lengths[s]` is the length of the longest context of
-    state s. `links[s]`, the suffix link of state s, is the state of the longest suffix that does not belong to s
-    itself. `next[s]` maps a token to the state of the contexts followed by this token. `counts[s]` is the approximate
+    state s. `links[s]` is the suffix link of state s: the state of the longest suffix that does not belong to s.
+    `next[s]` maps a token to a state: the state of the contexts with this token added. `counts[s]` is the approximate
     number of occurrences.
     """
 
@@ -34,7 +34,7 @@ class SuffixAutomaton:
         self.num_tokens = 0
 
     def extend(self, state: int, token_id: int) -> int:
-        """Append a token to a text whose state is `state` (`ROOT` for an empty text). Return the text's new state."""
+        """Append a token to a text. `state` is the text's state (`ROOT` if it is empty). Return the new state."""
         self.num_tokens += 1
         if (new := self.next[state].get(token_id)) is not None:  # another text has the same context
             if self.lengths[new] > self.lengths[state] + 1:
@@ -65,7 +65,7 @@ class SuffixAutomaton:
         return len(self.links) - 1
 
     def _split(self, state: int, before: int, token_id: int) -> int:
-        """Move the contexts of `state` with at most `lengths[before] + 1` tokens to a new state.
+        """Move contexts of `state` to a new state, if they have at most `lengths[before] + 1` tokens.
 
         Return the new state.
         """
@@ -79,7 +79,7 @@ class SuffixAutomaton:
     def follow(self, state: int, length: int, token_id: int) -> tuple[int, int]:
         """Append a token to a context of `length` tokens.
 
-        Return the state and length of the longest suffix that is in the index.
+        Return the state and the length of the longest suffix in the index.
         """
         while state >= 0 and token_id not in self.next[state]:
             state = self.links[state]
@@ -87,7 +87,7 @@ class SuffixAutomaton:
         return (self.next[state][token_id], length + 1) if state >= 0 else (ROOT, 0)
 
     def context(self, state: int, length: int, depth: int) -> tuple[int, int]:
-        """Find the longest suffix of a context that has a continuation and at most `depth` tokens.
+        """Find the longest suffix of a context. The suffix must have a continuation, and at most `depth` tokens.
 
         Return the suffix's state and length.
         """
@@ -97,7 +97,7 @@ class SuffixAutomaton:
         return state, min(length, depth)
 
     def draft(self, state: int, num_drafts: int, min_probability: float) -> list[int]:
-        """Return the most frequent continuation, cut off before its probability falls below `min_probability`."""
+        """Return the most frequent continuation. The text ends before its probability falls below `min_probability`."""
         drafts: list[int] = []
         probability = 1.0
         while len(drafts) < num_drafts and (following := self.next[state]):
@@ -114,7 +114,7 @@ class SuffixAutomaton:
 class Memory:
     """The remembered texts.
 
-    New texts are added to the automaton `growing`. The automaton `old` contains older texts, and no longer changes.
+    The automaton `growing` gets new texts. The automaton `old` contains older texts, and does not change.
     """
 
     growing: SuffixAutomaton = field(default_factory=SuffixAutomaton)
@@ -168,7 +168,7 @@ class Suffix(Proposer):
             self._renew(memory)
 
     def _renew(self, memory: Memory) -> None:
-        """Start a new automaton with the last tokens of the live sequences, and drop the oldest automaton."""
+        """Start a new automaton with the last tokens of live sequences. Drop the oldest automaton."""
         memory.old, memory.growing, memory.num_texts = memory.growing, SuffixAutomaton(), 0
         for seq, place in self.places.items():
             if place.memory is memory:
@@ -179,7 +179,7 @@ class Suffix(Proposer):
                     place.state = memory.growing.extend(place.state, token_id)
 
     def forget(self, seq):
-        """Add the sequence's last tokens to the shared memory, and forget the sequence."""
+        """Add the sequence's last tokens to the shared memory. Then forget the sequence."""
         if (place := self.places.pop(seq, None)) is not None and place.memory is self.shared:
             self._read(place, seq.token_ids)
 

@@ -1,4 +1,4 @@
-"""Computes which tokens may come next in a constrained answer. If no token is allowed, the answer ends."""
+"""Computes which tokens may follow in a constrained answer. If no token is allowed, the answer ends."""
 
 import os
 from collections import deque
@@ -24,10 +24,10 @@ TOKEN_MARKER = 0xFF  # in a text of llguidance, this byte precedes a token that 
 
 
 class Constraint:
-    """Restricts the next token of one sequence by a grammar, by a budget for its reasoning, or by both.
+    """Restricts the next token of one sequence. A grammar, a reasoning budget, or both define the restrictions.
 
     The grammar begins after the reasoning. Inside the reasoning, end-of-sequence ids are banned. The mask also contains
-    the bans of other parameters, because only the combined bans show whether any token is left. The ids in
+    the bans of other parameters, because only all bans together show whether any token is left. The ids in
     `stop_token_ids` are treated like end-of-sequence ids: they are allowed only where the grammar may end.
 
     The state of a constraint depends only on the sequence's token ids, so a preemption loses nothing.
@@ -41,7 +41,7 @@ class Constraint:
         vocab_size: int,
         eos_token_ids: frozenset[int],
     ):
-        """queue: computes masks that would delay a step; None if there is no grammar."""
+        """queue: computes masks that would delay a step. If there is no grammar, `queue` is None."""
         # a proxy, because a reference cycle would keep both objects until the garbage collector runs
         self._seq, self._grammar = proxy(seq), cast(Grammar, grammar)
         self._queue, self._vocab_size, self.has_grammar = queue, vocab_size, grammar is not None
@@ -69,14 +69,14 @@ class Constraint:
         self.error: str | None = None  # why no token can follow; None if a token can
 
     def start_update(self) -> Future:
-        """Run `update` in another thread, after earlier updates. Do not read this object until the update ends."""
+        """Run `update` in another thread, after earlier updates. This object must not be read until `update` ends."""
         update = partial(self.update, self._seq.completion_token_ids, copy(self.reasoning))
         return cast(MaskQueue, self._queue).submit(update)
 
     def update(self, completion: list[int], reasoning: Reasoning | None = None) -> tuple[str, str] | None:
-        """Compute the mask for the next token from the generated tokens and the current stage of the reasoning.
+        """Compute the mask for the next token. The mask depends on the generated tokens and the reasoning's stage.
 
-        Return None if a token can follow. Otherwise return a finish reason and an error message.
+        If a token can follow, return None. Otherwise, return a finish reason and an error message.
         """
         if not self.set_without_grammar(reasoning):
             if self.consume(completion, reasoning):
@@ -86,14 +86,14 @@ class Constraint:
         return None if self.error is None else ("error", self.error)
 
     def set_without_grammar(self, reasoning: Reasoning | None) -> bool:
-        """If no grammar applies, for example inside reasoning, set the mask and return True. Otherwise return False."""
+        """Return False if a grammar applies now. Otherwise, as inside reasoning, set the mask and return True."""
         if (mask := self._mask_without_grammar(reasoning)) is None:
             return False
         self._set(mask)
         return True
 
     def _restart(self) -> bool:
-        """Start again with the large automata, because the error may come from the size limit of the small automata.
+        """Start again with the large automata. The error may come from the size limit of the small automata.
 
         Return False if the large automata have failed, too.
         """
@@ -137,7 +137,7 @@ class Constraint:
         return self._free_but_ends if self.has_grammar else self._free
 
     def token_limit(self) -> int:
-        """Return the length of the sequence, in tokens, at which the sequence needs a new mask."""
+        """Return a number of tokens. The sequence needs a new mask when it has this length."""
         seq, reasoning = self._seq, self.reasoning
         if reasoning is None or self._budget is None or reasoning.stage is Stage.ENDED:
             return seq.max_num_tokens
@@ -148,9 +148,9 @@ class Constraint:
     # -- drafts --------------------------------------------------------------------------------------------------------
 
     def draft(self, drafts: list[int], num_drafts: int) -> list[int]:
-        """Return the drafts before the first draft that is not allowed or that ends the answer. Set `draft_masks`.
+        """Return `drafts`, cut off before a draft that is not allowed or that ends the answer. Set `draft_masks`.
 
-        If no draft is allowed, return up to `num_drafts` tokens that the grammar forces. If the grammar's masks are
+        If no drafts are left, return up to `num_drafts` tokens that the grammar forces. If the grammar's masks are
         slow, return no drafts.
         """
         if self._mask_without_grammar(self.reasoning) is not None:
@@ -186,7 +186,7 @@ class Constraint:
     # -- masks ---------------------------------------------------------------------------------------------------------
 
     def _grammar_mask(self) -> np.ndarray:
-        """Return the mask for the grammar's current state. The caller must check the matcher for errors."""
+        """Return the mask for the grammar's current state. The caller must check for errors of the matcher."""
         mask = np.empty_like(self.next_mask)
         begin = thread_time()
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
@@ -194,10 +194,10 @@ class Constraint:
         return self._with_text(mask)
 
     def _with_text(self, mask: np.ndarray) -> np.ndarray:
-        """Correct llguidance's mask if it allows only one token, and the grammar refuses this token.
+        """Correct llguidance's mask if the mask allows only one token, and the grammar refuses this token.
 
-        If only one text can follow, llguidance allows only the first token of this text. The first token may be an
-        added token, which the grammar does not accept as text. If the tokenizer normalizes texts, the token may begin a
+        If only one text can follow, llguidance allows only the first token of this text. This token may be an added
+        token, which the grammar does not accept as text. If the tokenizer normalizes texts, the token may begin a
         different text than the grammar requires. The corrected mask allows only the token for the first byte of the
         required text.
         """
@@ -221,12 +221,11 @@ class Constraint:
 
 
 def update_fast(constraints: Iterable[Constraint], seconds: float) -> list[Constraint]:
-    """Spend about `seconds` seconds on updates of constraints whose masks are fast. Return the updated constraints.
+    """Update constraints whose masks are fast, for about `seconds` seconds. Return the updated constraints.
 
     An update takes almost no time if the sequence is inside its reasoning, or if there is no grammar. Masks of
     different grammars are computed in parallel, but llguidance computes masks of the same grammar one after another.
-    Any mask may turn out to be slow, so parallel calls are small: one mask per grammar, and at most `num_cores()`
-    masks.
+    Any mask may be slow, so a parallel call computes only one mask per grammar, and at most `num_cores()` masks.
     """
     end, updated = perf_counter() + seconds, []
     waiting: dict[Grammar, deque[Constraint]] = {}
@@ -265,14 +264,14 @@ def _update_together(constraints: list[Constraint]) -> None:
 
 @cache
 def _executor(pid: int) -> Any:
-    """Return llguidance's thread pool for process `pid`. A forked process needs a new pool."""
+    """Return llguidance's thread pool for the process `pid`. (A forked process needs a new pool.)"""
     from llguidance import LLExecutor
 
     return LLExecutor(num_cores())
 
 
 def _num_in_reasoning(reasoning: Reasoning | None) -> float:
-    """Return how many tokens of an answer precede the grammar, or infinity while the answer is inside its reasoning."""
+    """Return how many tokens of an answer are before the grammar. Inside the reasoning, the number is infinity."""
     if reasoning is None:
         return 0
     return inf if reasoning.stage is Stage.INSIDE else reasoning.num_tokens
@@ -294,7 +293,7 @@ def _set_bits(mask: np.ndarray, token_ids: np.ndarray, value: bool) -> None:
 
 
 def _first_id(mask: np.ndarray) -> int:
-    """Return the lowest token id that a mask allows, or 0 if it allows none."""
+    """Return the lowest token id that a mask allows. If no id is allowed, return 0."""
     word = int((mask != 0).argmax())
     bits = int(mask[word])
     return 32 * word + (bits & -bits).bit_length() - 1 if bits else 0

@@ -1,4 +1,4 @@
-"""Defines compiled grammars and their automata, which several sequences share."""
+"""Defines compiled grammars and their automata. Several sequences can share them."""
 
 import threading
 import weakref
@@ -13,9 +13,9 @@ Matcher = Any  # llguidance.LLMatcher, which is imported only where it is used
 
 
 class Automata:
-    """A matcher in its start state. Copies of the matcher share the automata with which masks are computed.
+    """A matcher in its start state. Copies of the matcher share the automata that compute masks.
 
-    has_failed: whether the matcher or one of its copies has failed.
+    has_failed: True if the matcher or a copy has failed.
     """
 
     def __init__(self, start: Matcher, is_largest: bool):
@@ -23,10 +23,10 @@ class Automata:
 
 
 class Grammar:
-    """A compiled grammar. The small automata have at most `MAX_KEPT_STATES` states, which are enough for most grammars.
+    """A compiled grammar. The small automata have at most `MAX_KEPT_STATES` states. Most grammars need fewer states.
 
-    Sequences that need more states share larger automata, which are limited only by llguidance. The larger automata are
-    freed when no sequence uses them anymore.
+    Sequences that need more states share the large automata, which only llguidance limits. The large automata are freed
+    when no sequence uses them anymore.
     """
 
     def __init__(self, tokenizer: Any, text: str):
@@ -59,7 +59,7 @@ class Grammar:
         self._mask_seconds = mean + (seconds - mean) / 8
 
     def token_ids_of_byte(self, byte: int) -> list[int]:
-        """Return a list with the id of the token that consists of this byte, or [] if there is no such token."""
+        """Return a list with the id of the token that is this byte. If there is no such token, return []."""
         tokenizer = self._tokenizer
         ids = tokenizer.greedy_tokenize(chr(byte)) if byte < 128 else tokenizer.tokenize_bytes(bytes([byte]))
         return ids if tokenizer.decode_bytes(ids) == bytes([byte]) else []

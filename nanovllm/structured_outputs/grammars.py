@@ -1,4 +1,4 @@
-"""Compiles the grammar of `SamplingParams.structured_outputs` with llguidance when a request is created."""
+"""Compiles grammars with llguidance when requests with `structured_outputs` are created."""
 
 import json
 import threading
@@ -22,10 +22,10 @@ JSON_OPTIONS: Any = {"whitespace_pattern": " "}
 
 
 class Grammars:
-    """An LRU cache of an engine's compiled grammars, with thread-safe methods."""
+    """An LRU cache of an engine's compiled grammars. Any thread may call the methods."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]):
-        """tokenizer: a `tokenizers.Tokenizer` that nothing else uses, because this object modifies the tokenizer."""
+        """tokenizer: a `tokenizers.Tokenizer`. Nothing else may use it, because this object modifies it."""
         try:
             from llguidance import LLTokenizer
         except ImportError as error:
@@ -76,7 +76,7 @@ class Grammars:
 
 
 def _grammar_of(kind: str, content: Any) -> str:
-    """Convert a `structured_outputs` value of any kind to a grammar in llguidance's format."""
+    """Convert a `structured_outputs` value to a grammar in llguidance's format."""
     from llguidance import LLMatcher
 
     if kind == "regex":
@@ -97,7 +97,7 @@ def constrain(group: list[Sequence], processor: "InputProcessor") -> None:
     """Attach a constraint to each sequence of a request.
 
     Raises ValueError if llguidance is missing or refuses the grammar, or if no first token is allowed. Also raises
-    ValueError for a reasoning budget without a reasoning parser.
+    ValueError if there is a reasoning budget, but no reasoning parser.
     """
     params, model = group[0].params, processor.config.model_config
     if params.thinking_token_budget is not None and params.reasoning_parser is None:

@@ -1,10 +1,10 @@
-"""Rewrites JSON schemas that llguidance would refuse needlessly.
+"""Rewrites JSON schemas, because llguidance refuses some of them needlessly.
 
-llguidance ignores keywords that JSON Schema does not define. However, llguidance refuses an unknown `format`, an
-unknown dialect, and some keywords whose values allow everything. This module removes the refused formats, dialects and
-keywords. The keyword `propertyNames` is unsupported. `oneOf` is supported only if llguidance can prove that no value is
-valid for two of its schemas. Where possible, this module replaces `propertyNames` and `oneOf` with other keywords. All
-other unsupported keywords remain in the schema, and the error message of llguidance names them.
+llguidance ignores keywords that JSON Schema does not define. But it refuses an unknown `format`, an unknown dialect,
+and some keywords whose values allow everything. This module removes the refused formats, dialects and keywords. The
+keyword `propertyNames` is unsupported. `oneOf` is supported only if llguidance can prove that no value is valid for two
+of its schemas. Where possible, this module replaces `propertyNames` and `oneOf` with other keywords. Other unsupported
+keywords remain in the schema, and llguidance's error message names them.
 """
 
 import json
@@ -93,7 +93,7 @@ def _subschemas(schema: dict[str, Any], resource: dict[str, Any]) -> Iterator[An
 
 
 def referred(reference: Any, resource: Any) -> Any:
-    """Return the target of "#" or of a JSON pointer such as "#/$defs/Item", or None if there is no target."""
+    """Return the target of "#" or of a JSON pointer, such as "#/$defs/Item". If there is no target, return None."""
     if not (isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))):
         return None
     target = resource
@@ -150,9 +150,9 @@ def _looks_around(schema: Any) -> bool:
 
 
 def _are_disjoint(schemas: Any, discriminator: Any, resource: dict[str, Any]) -> bool:
-    """Return whether types and constants show that no value can be valid for two of these schemas.
+    """Return True if types and constants show that no value is valid for two of these schemas.
 
-    If OpenAPI's `discriminator` names a property whose values tell objects apart, make this property required.
+    OpenAPI's `discriminator` may name a property whose values tell objects apart. If so, make this property required.
     """
     by_type: dict[str, list[dict[str, Any]]] = {}
     for schema in schemas if isinstance(schemas, list) else [None]:
@@ -169,7 +169,7 @@ def _are_disjoint(schemas: Any, discriminator: Any, resource: dict[str, Any]) ->
 
 
 def _are_told_apart(objects: list[dict[str, Any]], tag: Any, resource: dict[str, Any]) -> bool:
-    """Return whether a property has different values in all of these schemas. If so, make the property required."""
+    """Return True if a property has different values in all of these schemas. If so, make the property required."""
     properties = [schema["properties"] if isinstance(schema.get("properties"), dict) else {} for schema in objects]
     required = [schema["required"] if isinstance(schema.get("required"), list) else [] for schema in objects]
     for name in properties[0]:
@@ -182,7 +182,7 @@ def _are_told_apart(objects: list[dict[str, Any]], tag: Any, resource: dict[str,
 
 
 def _differ(schemas: list[Any]) -> bool:
-    """Return whether every schema lists its valid values, and no value is in two of the lists."""
+    """Return True if every schema lists its valid values, and if no value is in two lists."""
     value_sets = [_values(schema) for schema in schemas]
     return None not in value_sets and len({*chain(*filter(None, value_sets))}) == sum(
         len(values or ()) for values in value_sets
@@ -190,7 +190,7 @@ def _differ(schemas: list[Any]) -> bool:
 
 
 def _values(schema: Any) -> set[tuple[type, Any]] | None:
-    """Return the values of `const` or `enum` as (type, value) pairs."""
+    """Return the values of `const` or `enum`, as pairs (type, value)."""
     if not isinstance(schema, dict):
         return None
     values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -200,7 +200,7 @@ def _values(schema: Any) -> set[tuple[type, Any]] | None:
 
 
 def _types(schema: Any) -> set[str] | None:
-    """Return the types of the valid values, or None if the schema does not list types. Integers are "number"."""
+    """Return the types of valid values. Integers are "number". If the schema does not list types, return None."""
     if (values := _values(schema)) is not None:
         return {{str: "string", bool: "boolean", int: "number", NoneType: "null"}[kind] for kind, _ in values}
     types = schema.get("type") if isinstance(schema, dict) else None
@@ -211,7 +211,7 @@ def _types(schema: Any) -> set[str] | None:
 
 
 def _resolved(schema: Any, resource: dict[str, Any]) -> Any:
-    """Follow a schema's references, and return the last target. Return None if the target is unknown."""
+    """Follow a schema's references, and return the last target, or None if it is unknown."""
     for _ in range(MAX_REFERENCES):
         if not isinstance(schema, dict) or "$ref" not in schema:
             return schema
@@ -258,7 +258,7 @@ def _restrict_names(schema: dict[str, Any], names: Any, resource: dict[str, Any]
 
 
 def _allowed_strings(schema: Any, resource: dict[str, Any]) -> str | dict[str, None] | None:
-    """Return the strings that a schema allows: a pattern, the strings as keys of a dict, or None for all strings."""
+    """Return the strings that a schema allows, as a pattern or as the keys of a dict. None means all strings."""
     rules = _rules(schema)
     for _ in range(MAX_REFERENCES):
         if [*rules] == ["$ref"] and isinstance(target := referred(rules["$ref"], resource), (dict, bool)):
@@ -280,13 +280,13 @@ def _allowed_strings(schema: Any, resource: dict[str, Any]) -> str | dict[str, N
 
 
 def _rules(schema: Any) -> dict[str, Any]:
-    """Return a schema's keywords that constrain strings, except `type`."""
+    """Return the keywords of a schema that constrain strings. `type` is not included."""
     rules = {name: schema[name] for name in OF_STRINGS if name in schema} if isinstance(schema, dict) else {}
     return {name: value for name, value in rules.items() if not (name == "format" and _is_annotation(value))}
 
 
 def _listed(schema: Any) -> list[str] | None:
-    """Return the strings of `enum` or `const` if no other keyword constrains strings, otherwise None."""
+    """Return the strings of `enum` or `const`. If another keyword also constrains strings, return None."""
     rules = _rules(schema)
     values = [rules["const"]] if [*rules] == ["const"] else rules["enum"] if [*rules] == ["enum"] else None
     return [value for value in values if isinstance(value, str)] if isinstance(values, list) else None

@@ -1,4 +1,4 @@
-"""Computes slow masks in background threads, so that slow masks do not delay other requests."""
+"""Computes slow masks in background threads, so that they do not delay other requests."""
 
 import os
 from collections import deque
@@ -17,12 +17,12 @@ TURN_SECONDS = 0.005  # CPU time after which a request lets the next request com
 
 @cache
 def num_cores() -> int:
-    """Return how many CPU cores may compute masks. The engine needs the remaining cores."""
+    """Return how many CPU cores may compute masks. The engine needs the other cores."""
     return max(1, available_cores() * 4 // 5)
 
 
 class MaskThreads:
-    """The threads that compute masks for an engine. Slow masks are computed in separate threads."""
+    """The threads that compute masks for an engine. Slow masks have separate threads."""
 
     def __init__(self) -> None:
         self._fast, self._slow = (ThreadPoolExecutor(max(1, num_cores() // n), "nanovllm-masks") for n in (2, 4))
@@ -39,7 +39,7 @@ class MaskThreads:
 
 
 class MaskQueue:
-    """Queues the masks that one request needs. Requests take turns, and compute at least one mask in each turn."""
+    """A queue of the masks that one request needs. Requests take turns. A turn computes at least one mask."""
 
     def __init__(self, threads: MaskThreads, grammar: Grammar):
         self._threads, self._grammar = threads, grammar
@@ -47,9 +47,9 @@ class MaskQueue:
         self._has_turn, self._lock = False, Lock()
 
     def submit(self, make: Callable[[], Any]) -> Future:
-        """Queue a mask. `make` computes the mask, after all earlier masks of the request.
+        """Add a mask to the queue. `make` is called after all earlier masks of the request, to compute the mask.
 
-        The returned `Future` can be cancelled until `make` is called.
+        The returned `Future` can be cancelled before `make` is called.
         """
         future: Future = Future()
         with self._lock:

@@ -1,7 +1,7 @@
-"""Checks in separate processes whether grammars compile.
+"""Compiles grammars in separate processes, to check whether they compile.
 
-llguidance limits the time for each mask, but not the time to compile an intersection. A few patterns in one `allOf`, a
-large `multipleOf`, or `&` and `~` in a Lark grammar can take minutes to compile. A process can be killed while it
+llguidance limits the time for each mask, but not the time to compile an intersection. Compilation can take minutes for
+a few patterns in one `allOf`, a large `multipleOf`, or `&` and `~` in a Lark grammar. A process can be killed while it
 compiles, but a thread can't.
 """
 
@@ -58,8 +58,8 @@ class CompileSandbox:
     """Compiles grammars in at most `MAX_PROCESSES` processes.
 
     The processes start on demand, and end when `close` is called or this object is garbage-collected. Any thread may
-    call the methods. A grammar is compiled once, even if several threads ask for it at the same time. The results of
-    the `MAX_RESULTS` most recently used grammars are kept.
+    call the methods. If several threads ask for a grammar at the same time, it is compiled once. The results of the
+    `MAX_RESULTS` most recently used grammars are kept.
     """
 
     def __init__(self, vocab_size: int, special_tokens: dict[int, str]):
@@ -74,10 +74,9 @@ class CompileSandbox:
         weakref.finalize(self, _end_all, self._processes, self._pid)
 
     def close(self) -> None:
-        """End the processes, except in a forked child, which does not own them.
+        """End the processes. A forked child does not own them, so it does nothing.
 
-        This method does not wait for `error_of`, because the caller may be a signal handler that has interrupted
-        `error_of`.
+        This method does not wait for `error_of`, because a signal handler may call it during `error_of`.
         """
         if os.getpid() != self._pid:
             return
@@ -89,7 +88,7 @@ class CompileSandbox:
             self._changed.notify_all()
 
     def error_of(self, grammar: str) -> str:
-        """Return why a grammar can't be compiled, or "" if it can. Raises RuntimeError after `close`."""
+        """Return the reason why a grammar can't be compiled, or "". Raises RuntimeError after `close`."""
         key, process = blake2b(grammar.encode(), digest_size=16).digest(), None
         try:
             with self._changed:
@@ -151,7 +150,7 @@ def _send(process: Process, message: object) -> None:
 
 
 def _ask(process: Process, grammar: str) -> bytes:
-    """Send a grammar, and return the process's answer, or b"" if the process has ended."""
+    """Send a grammar, and return the process's answer. If the process has ended, return b""."""
     assert process.stdout is not None
     _send(process, grammar)
     if not (answer := process.stdout.readline()):

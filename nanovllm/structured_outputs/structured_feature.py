@@ -29,10 +29,10 @@ class StructuredOutputs(StepFeature):
 
     @classmethod
     def after_step(cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: Any) -> None:
-        """Compute the next mask of each sequence that got a token.
+        """If a sequence got a token, compute its next mask.
 
-        A sequence with an empty mask ends with the finish reason "error". While another thread computes the mask of a
-        sequence, steps do not include the sequence.
+        A sequence with an empty mask ends with the finish reason "error". While another thread computes a sequence's
+        mask, the sequence is not in steps.
         """
         seqs = [seq for seq in arrived.values() if "structured_outputs" in seq.feature_state and seq not in ends]
         constraints = [seq.feature_state["structured_outputs"] for seq in seqs]

@@ -1,1 +1,1 @@
-"""Tiers of the prefix cache outside the device, such as host memory."""
+"""Tiers of the prefix cache that are outside the device, such as host memory."""

@@ -1,4 +1,4 @@
-"""Stores the contents of cache blocks in the files of a folder."""
+"""Stores the contents of cache blocks in files. All files are in one folder."""
 
 import os
 from collections import OrderedDict
@@ -24,18 +24,18 @@ class DamagedFileError(OSError):
 
 
 class BlockFiles:
-    """Stores each block in a file of its own, and deletes the least recently used files.
+    """Stores each block in a separate file. Deletes the least recently used files.
 
-    The name of a file is the hash of the block. A file contains a header, the token ids, and the rows of bytes in which
-    the tier in host memory stores the block. The rows of rank 0 come first. `read` and `write` may be called by any
-    thread, and all other methods only by the engine's thread. Several engines may use the same folder. If one engine
-    deletes a file, the other engines fail to read the file, and compute the block again.
+    The name of a file is the hash of the block. A file contains a header, the token ids, and rows of bytes. The tier in
+    host memory stores a block in the same rows. The rows of rank 0 come first. Any thread may call `read` and `write`.
+    Only the engine's thread may call the other methods. Several engines may use the same folder. If one engine deletes
+    a file, the other engines can't read it, and compute the block again.
     """
 
     def __init__(self, folder: Path, max_bytes: int):
         """`max_bytes` limits the total size of the files.
 
-        Files of earlier engines are used, and count toward this limit.
+        Files of earlier engines are used. The total includes these files.
         """
         self.folder, self.max_bytes = folder, max_bytes
         for file in folder.glob("*.tmp"):  # an engine may have ended early, or may write this file now
@@ -54,13 +54,13 @@ class BlockFiles:
         return block_hash in self._sizes
 
     def add(self, block_hash: int, num_bytes: int) -> None:
-        """Count a file that `write` has written, and delete other files if all files together are too large."""
+        """Add the size of a file that `write` has written. If all files together are too large, delete other files."""
         self._num_bytes += num_bytes - self._sizes.pop(block_hash, 0)
         self._sizes[block_hash] = num_bytes
         self._delete_oldest()
 
     def touch(self, block_hash: int) -> None:
-        """Mark a block as the most recently used one, for this engine and for later engines."""
+        """Mark a block as the most recently used one. Later engines also see the mark."""
         self._sizes.move_to_end(block_hash)
         with suppress(OSError):
             os.utime(self._path(block_hash))
@@ -73,7 +73,7 @@ class BlockFiles:
     def write(self, block_hash: int, token_ids: list[int], rows: list[np.ndarray]) -> int:
         """Write a file, and return its size in bytes. Raises OSError.
 
-        The file gets its name when it is complete, so that a process that ends early leaves no incomplete file.
+        The file gets its name when it is complete. If the process ends early, no incomplete file has the name.
         """
         parts = [packed_ids(token_ids), *rows]
         checksum = _checksum(parts)
@@ -92,8 +92,8 @@ class BlockFiles:
     def read(self, block_hash: int, token_ids: list[int], rows: list[np.ndarray]) -> None:
         """Read a file into `rows`.
 
-        Raises DamagedFileError, or another OSError if the file can't be read. After an error, `rows` may contain
-        anything.
+        Raises DamagedFileError, or another OSError if the file can't be read. After an error, the contents of `rows`
+        are undefined.
         """
         path, expected_ids = self._path(block_hash), packed_ids(token_ids)
         with path.open("rb", buffering=0) as file:

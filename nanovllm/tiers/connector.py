@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 
 class CachedBlock(NamedTuple):
-    """The contents that the prefix cache stores for a full block of tokens, and their place on the device.
+    """The contents that the prefix cache stores for a full block of tokens. Also contains their place on the device.
 
-    Equal contents have equal hashes. A hash covers all tokens from the start of the text, the cache salt, and a random
-    number of this engine. Contents with equal hashes need not have equal token ids.
+    Equal contents have equal hashes. A hash depends on all tokens from the start of the text, the cache salt, and a
+    random number of this engine. Contents with equal hashes may have different token ids.
 
     If a model has states or window tables, the prefix cache may store two contents for the same tokens. The block in
     `Sequence.block_table` has hash `h`. The other contents (a snapshot of the state, or blocks of the window tables)
@@ -24,8 +24,8 @@ class CachedBlock(NamedTuple):
 class Connector(ABC):
     """Connects the prefix cache to a store of blocks: host memory, another process, or another machine.
 
-    The TieredBlockManager calls these methods in the engine's thread, and no method may wait for a copy. A copy runs
-    after all steps that were launched before the call. Copies of the same block run in the order of the calls.
+    The TieredBlockManager calls these methods in the engine's thread. No method may wait for a copy. A copy runs after
+    all steps that were launched before the call. Copies of the same block run in the order of the calls.
 
     `put` and `get` raise OSError if they fail. The blocks are then computed again when a sequence needs them. Any other
     error is treated like an error in a step.
@@ -33,31 +33,31 @@ class Connector(ABC):
 
     @abstractmethod
     def contains(self, block_hash: int, token_ids: list[int]) -> bool:
-        """Return whether the store has a block with this hash and these token ids. The copy may still be running."""
+        """Return whether the store has a block with this hash and these token ids. The copy may be unfinished."""
 
     @abstractmethod
     def put(self, blocks: list[CachedBlock]) -> None:
-        """Begin to copy blocks from the device. The store may drop any of these blocks, or other blocks.
+        """Begin to copy blocks from the device. The store may drop any blocks, including these.
 
-        If the store already has a block, the block becomes the most recently used one.
+        If the store already has a block, it becomes the most recently used one.
         """
 
     @abstractmethod
     def get(self, blocks: list[CachedBlock]) -> Callable[[], bool]:
         """Begin to copy stored blocks to the device.
 
-        Return a function that tells whether all copies have ended, and that raises OSError if a copy has failed. `get`
-        itself raises OSError if the store has dropped one of the blocks.
+        Return a function that tells whether all copies have ended. The function raises OSError if a copy has failed.
+        `get` itself raises OSError if the store has dropped one of the blocks.
         """
 
     @abstractmethod
     def order_steps(self, block_ids: list[int]) -> None:
-        """Make all later steps wait for the copies from and to these blocks of the device.
+        """Make all later steps wait for copies from and to these blocks of the device.
 
-        Copies from the device may still be running. Copies to the device have already ended on rank 0, because the
-        caller waits for the function that `get` returned.
+        Copies from the device may be unfinished. Copies to the device have ended on rank 0, because the caller waits
+        for the function that `get` returned.
         """
 
     @abstractmethod
     def clear(self) -> None:
-        """Drop all blocks, because the weights have changed. Copies may still be running."""
+        """Drop all blocks, because the weights have changed. Some copies may be unfinished."""

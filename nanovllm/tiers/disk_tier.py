@@ -1,4 +1,4 @@
-"""Implements the tier of the prefix cache on disk, in the folder of the setting `swap_dir`."""
+"""Implements the tier of the prefix cache on disk. The setting `swap_dir` is its folder."""
 
 import json
 import logging
@@ -40,7 +40,7 @@ SAMPLE_BYTES = 2**20
 
 @dataclass(slots=True)
 class Write:
-    """A block that will be written to a file when its copy to host memory has ended."""
+    """A block that will be written to a file after its copy to host memory has ended."""
 
     entry: Entry
     is_copied: Callable[[], bool]
@@ -49,7 +49,7 @@ class Write:
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """The blocks of one call of `get`. Some of the blocks are read from files."""
+    """The blocks of one call of `get`. Some of these blocks are read from files."""
 
     blocks: list[CachedBlock]
     kept: list[Entry]  # entries of the other blocks, which must stay in host memory
@@ -60,15 +60,15 @@ class Read:
 
 
 class DiskTier(HostTier):
-    """Extends HostTier: writes blocks in host memory to files, and reads other blocks from files.
+    """Extends HostTier. Writes blocks in host memory to files, and reads other blocks from files.
 
     Threads read and write the files while steps run. A block is written after it was copied to host memory. A block
     from a file is read into host memory, and is copied from there to the device. Host memory keeps the rows of a block
-    until threads no longer use them. With several ranks, these threads of rank 0 use the rows of all ranks.
+    until threads no longer use them. The threads of rank 0 use the rows of all ranks.
 
-    The hashes of blocks contain a random number. The random number is stored in the folder, so that a later engine with
-    the same weights computes equal hashes. If the prefix cache is cleared, the weights may have changed. The engine
-    then stops using the folder, and leaves the files as they are.
+    The hashes of blocks depend on a random number. The number is stored in the folder, so that a later engine with the
+    same weights computes equal hashes. If the prefix cache is cleared, the weights may have changed. The engine then
+    does not use the folder any more. The files do not change.
     """
 
     def __init__(self, engine: Engine, num_rows: int):
@@ -120,11 +120,11 @@ class DiskTier(HostTier):
         super().clear()
 
     def save(self, contents: Iterable[CachedBlock]) -> None:
-        """Write the blocks that are on the device or in host memory to files, for at most EXIT_SECONDS.
+        """Write blocks to files, for at most EXIT_SECONDS. These blocks are on the device or in host memory.
 
         Raises RuntimeError if another rank is lost.
 
-        `contents` begins with the most recent blocks, which are written first.
+        `contents` begins with the most recent blocks. They are written first.
         """
         end = monotonic() + EXIT_SECONDS
         if self._files is not None:
@@ -144,7 +144,7 @@ class DiskTier(HostTier):
                 logger.warning("swap_dir: not all cache blocks could be written in %g seconds", EXIT_SECONDS)
 
     def close(self) -> None:
-        """End the threads once they have done all work. The tier does not use files from here on."""
+        """End the threads when they have done all work. Afterwards, the tier does not use files."""
         self._threads.close()
         self._files = None
 
@@ -161,7 +161,7 @@ class DiskTier(HostTier):
         return self._runner.host_blocks.end_of_copies(self._num_copies)
 
     def _begin_writes(self, hashes: list[int]) -> None:
-        """Queue the blocks with these hashes to be written to files, except for blocks that have files.
+        """Queue blocks that will be written to files. They have these `hashes`. Blocks that have files are left out.
 
         Queued blocks hold at most half of the rows in host memory.
         """
@@ -221,13 +221,13 @@ class DiskTier(HostTier):
         self._engine.scheduler.totals["disk_blocks"] += len(futures)
 
     def _release(self, read: Read) -> None:
-        """Free the rows of `read.entries`, whose blocks are not used. Allow `read.kept` to leave host memory again."""
+        """Free the rows of `read.entries`. These rows' blocks are not used. `read.kept` may leave host memory again."""
         for entry in read.kept:
             entry.num_reads -= 1
         self._free_rows += [row for entry in read.entries.values() for row in entry.rows]
 
     def _advance(self) -> None:
-        """Begin to write the blocks whose copies have ended, and count the files that were written."""
+        """Begin to write blocks whose copies have ended. Add the sizes of files that were written."""
         if (files := self._files) is None:
             return
         for block_hash, write in [*self._writes.items()]:
@@ -244,7 +244,7 @@ class DiskTier(HostTier):
                     report_loss(self._engine.scheduler.totals, problem)
 
     def _rows(self, entry: Entry) -> list[np.ndarray]:
-        """Return the entry's rows on all ranks, those of rank 0 first."""
+        """Return an entry's rows on all ranks. The rows of rank 0 come first."""
         rows_of_ranks = self._runner.host_blocks.rows_of_ranks.numpy()
         return [rows[row] for rows in rows_of_ranks for row in entry.rows]
 
@@ -256,7 +256,7 @@ def _parts(items: Iterable[T], size: int) -> Iterator[list[T]]:
 
 
 def use_disk_tier(engine: Engine) -> None:
-    """Give the engine's prefix cache tiers in host memory and in files. The model must be loaded.
+    """Add tiers in host memory and in files to the engine's prefix cache. The model must be loaded.
 
     Raises ValueError if the folder can't be used. Raises the errors of `use_host_tier`.
     """
@@ -276,9 +276,9 @@ def use_disk_tier(engine: Engine) -> None:
 
 
 def fingerprint(config: "Config", runner: "ModelRunner") -> str:
-    """Return a hash of everything on which the contents of a block depend: the weights, and how blocks store tokens.
+    """Return a hash of the weights and of the way in which blocks store tokens. A block's contents depend on both.
 
-    The hash covers the names, sizes and modification times of the weight files, and some of their bytes.
+    The hash includes the names, sizes and modification times of the weight files, and some of their bytes.
     """
     folders, drafting = [Path(config.model).resolve()], config.speculative_config
     if drafting is not None and drafting.model is not None:
@@ -322,7 +322,7 @@ def _stored_salt(file: Path) -> int:
 
 
 def _save(engine: Engine, tier: DiskTier) -> None:
-    """Write the blocks that are still in the prefix cache to files."""
+    """Write the blocks that the prefix cache contains to files."""
     try:
         if engine.model_runner is not None:
             blocks = engine.scheduler.block_manager

@@ -1,4 +1,4 @@
-"""Stores a rank's part of the blocks in host memory, and copies blocks between host memory and the rank's device."""
+"""Stores a rank's part of the blocks in host memory. Copies blocks between host memory and the rank's device."""
 
 import mmap
 from collections.abc import Callable, Iterator
@@ -44,17 +44,17 @@ class Memcpy2D(Structure):
 
     @classmethod
     def of(cls, target: torch.Tensor, source: torch.Tensor) -> "Memcpy2D":
-        """Describe a copy between two parts with the same shape. All layers of a part are the same distance apart."""
+        """Describe a copy between two parts of the same shape. A part's layers must be the same distance apart."""
         height = 1 if source.dim() == 1 else source.shape[0] * source.shape[1]
         return cls(_Side.of(source, height), _Side.of(target, height), source.nbytes // height, height)
 
 
 class HostBlocks:
-    """Stores each block in one row of bytes: its token ids and the keys and values of all layers.
+    """Stores each block in one row of bytes. A row contains token ids, and the keys and values of all layers.
 
     A state is larger than a block, and takes several rows. On a CPU, copies end immediately. Each column of `copies`
-    [2, C] is a pair: the id of a block or state, and a row. The pairs of a state are adjacent. `number` identifies a
-    call of `put` or `get`.
+    [2, C] is a pair: the id of a block or state, and a row. The pairs of a state are adjacent. A call of `put` or `get`
+    is identified by a `number`.
     """
 
     def __init__(self, runner: "ModelRunner", num_rows: int, shared: SharedRows | None = None):
@@ -67,7 +67,7 @@ class HostBlocks:
 
     @property
     def rows_of_ranks(self) -> torch.Tensor:
-        """Return the rows [ranks, rows, bytes] uint8 of all ranks, or of this rank if the memory is not shared."""
+        """Return rows [ranks, rows, bytes] uint8. If the memory is not shared, only this rank's rows are returned."""
         return self.rows[None] if self.shared is None else self.shared.rows
 
     def put(self, runner: "ModelRunner", number: int, copies: np.ndarray) -> None:
@@ -90,7 +90,7 @@ class HostBlocks:
     def end_of_copies(self, num_copies: int) -> Callable[[], bool]:
         """Return a function that tells whether all ranks have made the first `num_copies` copies.
 
-        With one rank, the function ignores copies to the device. `has_ended` tells when these copies have ended.
+        If there is one rank, the function ignores copies to the device. See `has_ended` for these copies.
         """
         return (lambda: True) if self.shared is None else partial(self.shared.have_ended, num_copies)
 
@@ -101,12 +101,12 @@ class HostBlocks:
         target.copy_(source)
 
     def _report(self, runner: "ModelRunner", number: int) -> None:
-        """Let rank 0 know when this copy and all earlier copies have ended, if rank 0 uses this rank's rows."""
+        """If rank 0 uses this rank's rows, let it know when this copy and all earlier copies have ended."""
         if self.shared is not None:
             self.shared.report(number + 1, runner.device)
 
     def _parts(self, runner: "ModelRunner", copies: np.ndarray) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """For each part of a block or state in `copies`, yield two views: on the device, and in host memory."""
+        """Yield two views of each part of a block or state in `copies`: one on the device, one in host memory."""
         for block_id, pairs in groupby(copies.T.tolist(), key=lambda pair: pair[0]):
             for parts, (_, row) in zip(rows_of(runner, block_id), pairs, strict=True):
                 end = 0
@@ -117,7 +117,7 @@ class HostBlocks:
 
 
 class PinnedBlocks(HostBlocks):
-    """Stores blocks in pinned memory. Two streams copy, one in each direction, while steps run."""
+    """Stores blocks in pinned memory. Two streams copy while steps run, one in each direction."""
 
     def __init__(self, runner: "ModelRunner", num_rows: int, shared: SharedRows | None = None):
         self.shared, num_bytes = shared, num_rows * row_bytes(runner)
@@ -154,7 +154,7 @@ class PinnedBlocks(HostBlocks):
                 torch.cuda.current_stream().wait_event(event)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy a part of a block with a copy engine of the GPU, so that all multiprocessors stay free for steps.
+        """Copy a part of a block with a copy engine of the GPU. All multiprocessors are then free for steps.
 
         `copy_` would also run a kernel that gathers or scatters the layers on the device.
         """
@@ -179,9 +179,10 @@ class PinnedBlocks(HostBlocks):
 
 
 class HostCall(NamedTuple):
-    """A call that every rank makes. Rank 0 sends the call as a message, between two steps.
+    """A call that every rank makes. Rank 0 sends it as a message, between two steps.
 
-    The words of "allocate" are the `pid` and `fd` of SharedRows, or nothing if each rank allocates memory of its own.
+    The words of "allocate" are the `pid` and `fd` of SharedRows. If each rank allocates its own memory, there are no
+    words.
     """
 
     action: str  # "allocate", or a method of HostBlocks
@@ -223,9 +224,9 @@ def row_bytes(runner: "ModelRunner") -> int:
 
 
 def rows_of(runner: "ModelRunner", block_id: int) -> list[list[torch.Tensor]]:
-    """Return views of everything that this rank stores for a block or a state, as a list of parts for each row.
+    """Return a list of parts for each row. The parts are views of all that this rank stores for a block or a state.
 
-    The parts of a state are viewed as [1, layers, N], and cut along N into pieces that fit into rows.
+    The parts of a state are viewed as [1, layers, N]. The parts are cut along N into pieces that fit into rows.
     """
     parts = block_parts(runner._cached_token_ids, runner.caches, block_id)
     if block_id < len(runner._cached_token_ids):

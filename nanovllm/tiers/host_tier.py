@@ -1,4 +1,4 @@
-"""Implements the tier of the prefix cache in host memory, whose size is the setting `swap_space`."""
+"""Implements the tier of the prefix cache in host memory. The setting `swap_space` is its size."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -22,7 +22,7 @@ T = TypeVar("T", bound="HostTier")
 
 @dataclass(slots=True)
 class Entry:
-    """Stored contents. While `num_reads` is not 0, copies read the rows, so the rows must not be overwritten."""
+    """Stored contents. If `num_reads` is not 0, copies are reading the rows, so they must not be overwritten."""
 
     token_ids: list[int]
     rows: list[int]
@@ -30,10 +30,11 @@ class Entry:
 
 
 class HostTier(Connector):
-    """Stores blocks in the memory of the host, and drops the least recently used blocks.
+    """Stores blocks in the host's memory. Drops the least recently used blocks.
 
-    Each rank stores its part of a block in the same row. A state takes several rows. Rank 0 chooses the rows, and sends
-    the copies to the other ranks in the order of the steps. On each rank, steps wait only for the copies of that rank.
+    Each rank stores its part of a block in the same row. A state takes several rows. Rank 0 chooses the rows. Rank 0
+    sends descriptions of copies to the other ranks, in the order of the steps. The steps of a rank wait only for the
+    copies of this rank.
     """
 
     def __init__(self, engine: Engine, num_rows: int):
@@ -101,9 +102,9 @@ class HostTier(Connector):
         return [i for i in block.block_ids for _ in range(num_rows_of(self._runner, i))]
 
     def _pop_rows(self, num_rows: int) -> list[int]:
-        """Return free rows. If there are too few free rows, drop the least recently used entries that no copy reads.
+        """Return free rows. If there are too few, drop the least recently used entries, except those that copies read.
 
-        If there are still too few free rows, drop nothing, and return an empty list.
+        If this would not be enough, drop nothing, and return an empty list.
         """
         dropped, num_missing = [], num_rows - len(self._free_rows)
         for block_hash, entry in self._entries.items():
@@ -133,7 +134,7 @@ class HostTier(Connector):
 
 
 def use_host_tier(engine: Engine, tier_class: type[T] = HostTier) -> T:
-    """Give the engine's prefix cache a tier in host memory, and return the tier. The model must be loaded.
+    """Add a tier in host memory to the engine's prefix cache. Return the tier. The model must be loaded.
 
     Raises ValueError if `swap_space` is too small for a block. Raises RuntimeError if the memory can't be allocated or
     pinned.

@@ -1,4 +1,4 @@
-"""Host memory that all ranks map, so that rank 0 can write the rows of every rank to files."""
+"""Host memory that all ranks map. Rank 0 can then write the rows of every rank to files."""
 
 import mmap
 
@@ -10,9 +10,9 @@ COUNTER_BYTES = 4  # few enough that a copy writes them at once
 
 
 class SharedRows:
-    """The rows of all ranks, and for each rank the number of copies that it has made.
+    """The rows of all ranks. Also contains the number of copies that each rank has made.
 
-    The memory is an unnamed file, which rank 0 creates and the other ranks open through /proc. The file needs no space
+    The memory is an unnamed file. Rank 0 creates it, and the other ranks open it through /proc. The file needs no space
     in /dev/shm, and is gone when the processes end. Each rank has a part of the file. The part contains the rank's rows
     and, at the end of the last page, a counter.
 

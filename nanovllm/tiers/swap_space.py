@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def check_swap_space(config: "Config") -> None:
-    """Raise ValueError if other settings rule out `swap_space` or `swap_dir`, or if the host has too little memory.
+    """Raise ValueError if other settings don't allow `swap_space` or `swap_dir`, or if the host has too little memory.
 
     Raises TypeError if `swap_dir` is not a string.
     """

@@ -1,4 +1,4 @@
-"""Defines the block manager and the waiting queue of an engine whose prefix cache has a second tier."""
+"""Defines a block manager and a waiting queue for engines whose prefix cache has a second tier."""
 
 import logging
 from collections import Counter
@@ -30,7 +30,7 @@ IDLE_SECONDS = 0.0005  # between two checks whether a load has ended, if no sequ
 
 
 def report_loss(totals: Counter[str], problem: str) -> None:
-    """Count a failed copy. Log a warning only for the first failed copy, because a failing store may fail often."""
+    """Count a failed copy. Log a warning only for the first one, because there may be many."""
     logger.log(logging.DEBUG if totals["lost_copies"] else logging.WARNING, problem)
     totals["lost_copies"] += 1
 
@@ -38,9 +38,9 @@ def report_loss(totals: Counter[str], problem: str) -> None:
 class Load:
     """Contents that are being copied from the store to the device.
 
-    held: the blocks that are in use until the load ends: the arriving blocks, and the cached blocks of the same prefix.
-    contents: what arrives, or an empty list if the prefix cache was cleared or the load failed.
-    num_reserved: the number of additional blocks that the sequence needs when it is admitted.
+    held: the arriving blocks and the cached blocks of the same prefix. These blocks are in use until the load ends.
+    contents: what arrives. The list is empty if the prefix cache was cleared or the load failed.
+    num_reserved: how many more blocks the sequence needs when it is admitted.
     """
 
     def __init__(self, held: list[int], contents: list[CachedBlock], num_reserved: int):
@@ -51,20 +51,20 @@ class Load:
 
 
 class TieredBlockManager(BlockManager):
-    """Copies blocks to a store before eviction, and loads the blocks when a waiting sequence begins with them.
+    """Copies blocks to a store before they are evicted. Loads blocks when a waiting sequence begins with them.
 
-    These methods replace methods of an engine's block manager. If a manager stores more than the blocks of
-    `Sequence.block_table`, a subclass handles the additional contents.
+    These methods replace methods of an engine's block manager. Some managers store more than the blocks of
+    `Sequence.block_table`. Subclasses handle the additional contents.
 
-    **Out.** At the start of each step, the blocks that will be evicted next are stored. The copy of a block has usually
-    ended long before the block's eviction, so the device does not wait. If a step evicts a block whose copy has not
-    ended, the step waits for the copy.
+    **Out.** At the start of each step, blocks are stored that will soon be evicted. A copy has usually ended long
+    before its block is evicted, so the device does not wait. If a step evicts a block whose copy has not ended, the
+    step waits for the copy.
 
     **In.** If the store has blocks of a waiting sequence, the sequence keeps waiting while `fetch` loads these blocks
-    into free blocks. Meanwhile, other sequences run, and may overtake the waiting sequence. When the load has ended,
-    the loaded blocks are the most recently used cached blocks, and the sequence is admitted with a prefix hit. If the
-    sequence does not fit when the load has ended, the loaded blocks may be evicted. The sequence does not load blocks a
-    second time, so no sequence waits forever.
+    into free blocks. Meanwhile, other sequences run, and may overtake the waiting sequence. After the load, the loaded
+    blocks are the most recently used cached blocks, and the sequence is admitted with a prefix hit. If the sequence
+    does not fit at this time, the loaded blocks may be evicted. The sequence does not load blocks a second time, so no
+    sequence waits forever.
     """
 
     connector: Connector
@@ -124,7 +124,7 @@ class TieredBlockManager(BlockManager):
             load.contents = []
 
     def contents(self) -> Iterator[CachedBlock]:
-        """Yield what the device's prefix cache contains, beginning with the blocks that were cached last."""
+        """Yield the contents of the device's prefix cache. The blocks that were cached last come first."""
         for block_hash, block_id in reversed(self.hash_to_block_id.items()):
             token_ids = self.blocks[block_id].token_ids
             for key in (block_hash, ~block_hash):
@@ -133,7 +133,7 @@ class TieredBlockManager(BlockManager):
                     yield CachedBlock(key, token_ids, block_ids)
 
     def fetch(self, seq: Sequence, num_spare: int) -> Load | None:
-        """Return a load that `seq` must wait for, or None. If `seq` fits and has stored blocks, begin to load them.
+        """Return the load for which `seq` must wait, or None. If `seq` fits and has stored blocks, begin to load them.
 
         `num_spare` blocks must stay free.
         """
@@ -163,7 +163,7 @@ class TieredBlockManager(BlockManager):
         return None if load.has_ended else load
 
     def _longest_prefix(self, seq: Sequence) -> list[Key]:
-        """Return the keys of all contents of the longest prefix of `seq` that is on the device or in the store."""
+        """Find the longest prefix of `seq` that is on the device or in the store. Return the keys of its contents."""
         keys = self._known_blocks(seq)
         end = last = len(keys)
         while last > self._first_needed(end):  # look for the second contents of the blocks that end before `end`
@@ -173,7 +173,7 @@ class TieredBlockManager(BlockManager):
         return keys[:end] + [(~block_hash, token_ids) for block_hash, token_ids in keys[self._first_needed(end) : end]]
 
     def _known_blocks(self, seq: Sequence) -> list[Key]:
-        """Return the keys of the leading blocks of `seq` that are on the device or in the store."""
+        """Return the keys of the first blocks of `seq`, as far as they are on the device or in the store."""
         keys: list[Key] = []
         for i in range((len(seq.token_ids) - 1) // self.block_size):
             self._extend_hashes(seq, i + 1)
@@ -242,7 +242,7 @@ class TieredBlockManager(BlockManager):
             self._put_at_once(evicted)
 
     def _put_at_once(self, contents: list[CachedBlock]) -> None:
-        """Store contents. Later steps wait for the copies, because these steps may overwrite the blocks."""
+        """Store contents. Later steps may overwrite the blocks, so they wait for the copies."""
         self._put(contents)
         self.connector.order_steps([block_id for content in contents for block_id in content.block_ids])
 
@@ -258,11 +258,11 @@ class TieredBlockManager(BlockManager):
     # -- what a subclass adds to ---------------------------------------------------------------------------------------
 
     def _first_needed(self, num_blocks: int) -> int:
-        """In a prefix of `num_blocks` blocks, return the index of the first block with second contents (hash `~h`)."""
+        """Return the index of the first block that needs second contents (hash `~h`), in a prefix of `num_blocks`."""
         return num_blocks
 
     def _ids_on_device(self, block_hash: int, token_ids: list[int]) -> tuple[int, ...] | None:
-        """Return the ids of the blocks or the state that store these contents on the device, or None."""
+        """Return the ids of the device's blocks or state with these contents, or None if there are none."""
         block_id = self.hash_to_block_id.get(block_hash)
         return None if block_id is None or self.blocks[block_id].token_ids != token_ids else (block_id,)
 
@@ -271,17 +271,17 @@ class TieredBlockManager(BlockManager):
         return [CachedBlock(block.hash, block.token_ids, (block.block_id,))]
 
     def _next_evicted(self) -> Iterator[CachedBlock]:
-        """Yield the contents that will be evicted next, except for contents that are known to be stored."""
+        """Yield the contents that will be evicted next. If contents are known to be stored, they are left out."""
         for block_id in islice(self.free_block_ids, NUM_AHEAD):
             if block_id not in self._stored and self.blocks[block_id].hash != -1:
                 yield from self._leaving(self.blocks[block_id])
 
     def _can_load(self, seq: Sequence, num_spare: int, prefix: list[Key]) -> bool:
-        """Return whether `seq` fits, together with the additional memory that a load of `prefix` needs."""
+        """Return whether there is room for `seq` and for the additional memory that a load of `prefix` needs."""
         return self.can_allocate(seq, num_spare)
 
     def _num_reserved(self, num_blocks: int) -> int:
-        """Return the `Load.num_reserved` of a sequence that needs `num_blocks` blocks in addition to loaded blocks."""
+        """Return `Load.num_reserved` for a sequence that needs `num_blocks` blocks more than the loaded blocks."""
         return num_blocks
 
     def _allocate_for(self, block_hash: int) -> tuple[int, ...]:
@@ -295,7 +295,7 @@ class TieredBlockManager(BlockManager):
 
 
 class TieredStates(TieredBlockManager, StateBlockManager):
-    """Extends TieredBlockManager: also stores and loads snapshots of states.
+    """Extends TieredBlockManager. Also stores and loads snapshots of states.
 
     A snapshot is stored when its block is evicted, or when its row is needed for another state.
     """
@@ -308,7 +308,7 @@ class TieredStates(TieredBlockManager, StateBlockManager):
         super().drop_snapshot(block_id, row)
 
     def _snapshot(self, block_id: int, row: int) -> list[CachedBlock]:
-        """Return the snapshot at the end of a block, or nothing if no launched step has written its row."""
+        """Return the snapshot at the end of a block in a list, which is empty if no launched step has written it."""
         block, state_id = self.blocks[block_id], self.num_blocks + row
         return [] if state_id in self._in_copies else [CachedBlock(~block.hash, block.token_ids, (state_id,))]
 
@@ -334,7 +334,7 @@ class TieredStates(TieredBlockManager, StateBlockManager):
         return self._row_for_load() is not None and super()._can_load(seq, num_spare, prefix)
 
     def _row_for_load(self) -> int | None:
-        """Return a row that can be overwritten before the next step: the row that is needed least."""
+        """Of all rows that may be overwritten before the next step, return the row that is needed least."""
         rows, in_use = self.rows, {*self.rows.being_read, *(i - self.num_blocks for i in self._in_copies)}
         candidates = (*rows.free_others, *rows.free_indices, *self.snapshots.values())
         return next((row for row in candidates if row not in in_use), None)
@@ -365,13 +365,13 @@ class TieredStates(TieredBlockManager, StateBlockManager):
 
 
 class TieredWindows(TieredBlockManager, WindowBlockManager):
-    """Extends TieredBlockManager: also stores and loads columns of the window tables.
+    """Extends TieredBlockManager. Also stores and loads columns of the window tables.
 
     The hash of a column is `~h`: see CachedBlock.
 
     Most columns are freed when the window of a running sequence has passed them. Freed columns are not stored, because
-    they could serve only prompts that diverge from the sequence within the next few blocks. Columns are stored at the
-    end of a prompt, at the end of a sequence, and at the end of a prefix that a second prompt shares.
+    few prompts could use them: those that differ from the sequence within the next few blocks. Columns are stored at
+    the end of a prompt, at the end of a sequence, and at the end of a prefix that a second prompt shares.
     """
 
     def reset(self) -> None:
@@ -462,10 +462,10 @@ class TieredWindows(TieredBlockManager, WindowBlockManager):
 
 
 class TieredQueue(WaitingQueue):
-    """A waiting queue. The method `first` begins loads, and skips sequences whose blocks are being loaded."""
+    """A waiting queue. The method `first` begins loads. Sequences whose blocks are being loaded are skipped."""
 
     def __init__(self, scheduler: "Scheduler", make_queue: Callable[[], WaitingQueue]):
-        """`make_queue` makes the queue for sequences that wait for no load."""
+        """`make_queue` makes the queue of the sequences that do not wait for a load."""
         self._scheduler, self._others = scheduler, make_queue()
         self._loading: dict[Sequence, Load] = {}
 
@@ -512,9 +512,9 @@ class TieredQueue(WaitingQueue):
 
 
 def use_connector(scheduler: "Scheduler", connector: Connector) -> None:
-    """Give the prefix cache of an idle scheduler a second tier, and empty the prefix cache.
+    """Add a second tier to an idle scheduler's prefix cache, and empty the prefix cache.
 
-    Raises ValueError if there is no prefix cache, or if it has a second tier already.
+    Raises ValueError if there is no prefix cache, or if it already has a second tier.
     """
     blocks: Any = scheduler.block_manager
     if not blocks.enable_prefix_caching:

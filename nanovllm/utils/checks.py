@@ -1,4 +1,4 @@
-"""Checks arguments and files, with errors that state the name, the value and the bound.
+"""Checks arguments and files. The errors state the name, the value and the bound.
 
 Numbers are converted to Python types, because arithmetic on fixed-width NumPy integers could overflow later.
 """
@@ -18,15 +18,15 @@ from nanovllm.utils.download import broken_file
 
 
 def checked(default: Any, check: Callable | str, **bounds: Any) -> Any:
-    """Make a dataclass field. `check_fields` calls `check(name, value, **bounds)` unless the value is `default`.
+    """Make a dataclass field. Unless its value is `default`, `check_fields` calls `check(name, value, **bounds)`.
 
-    A rarely needed check is passed as "module:name", and imported when it is called.
+    If a check is rarely needed, `check` is "module:name", and the check is imported when it is called.
     """
     return field(default=default, metadata={"check": check, "bounds": bounds})
 
 
 def check_fields(params: Any) -> None:
-    """Replace the values of `checked` fields with the results of their checks, even in a frozen dataclass."""
+    """Call the checks of `checked` fields. The results replace the values, even in a frozen dataclass."""
     for each in fields(params):
         if each.metadata and (value := getattr(params, each.name)) is not each.default:
             check = resolve_name(home) if isinstance(home := each.metadata["check"], str) else home
@@ -37,7 +37,7 @@ C = TypeVar("C", bound=type)
 
 
 def checks_names(cls: C) -> C:
-    """Make a dataclass reject an unknown parameter with a TypeError that suggests a known name."""
+    """Decorate a dataclass. If a parameter is unknown, a TypeError then suggests a known name."""
     init = cls.__init__
 
     @wraps(init)
@@ -56,7 +56,7 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> TypeError:
 
 
 def hint(name: Any, known: Iterable) -> str:
-    """Return " (did you mean ...?)" with the known name that is most similar to `name`, or "" if none is similar."""
+    """Return " (did you mean ...?)" with the most similar known name. If no name is similar to `name`, return ""."""
     close = get_close_matches(str(name), [x for x in known if isinstance(x, str)], n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
@@ -64,7 +64,7 @@ def hint(name: Any, known: Iterable) -> str:
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
     """Return `value` as an int.
 
-    Raises TypeError for bools and other types, and ValueError for values outside `low` to `high`.
+    Raises TypeError for bools and other types. Raises ValueError if the value is below `low` or above `high`.
     """
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r:.80}: must be an integer")
@@ -74,7 +74,7 @@ def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
 def check_real(name: str, value: Any, low: float, high: float = 1e9) -> float:
     """Return `value` as a float.
 
-    Raises TypeError for bools and other types, and ValueError for NaN and values out of bounds.
+    Raises TypeError for bools and other types. Raises ValueError for NaN, or if the value is out of bounds.
     """
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r:.80}: must be a number")
@@ -118,7 +118,7 @@ def _check_range(name, value, low, high):
 
 
 def parse_json(name: str, value: Any) -> Any:
-    """Parse a string as JSON, and return any other value unchanged. Raises ValueError if the string is not JSON."""
+    """Parse a string as JSON. Return any other value unchanged. Raises ValueError if the string is not JSON."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
@@ -126,7 +126,7 @@ def parse_json(name: str, value: Any) -> Any:
 
 
 def read_json(file: Path) -> dict:
-    """Read the JSON object in `file`. Raises a ValueError that names the file if the content is not a JSON object."""
+    """Read the JSON object in `file`. If the content is not a JSON object, raises a ValueError that names the file."""
     try:
         content = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:  # the syntax or the encoding is wrong, or values are nested too deep

@@ -9,7 +9,7 @@ from nanovllm.utils.checks import check_int, check_real, check_unicode
 
 
 def check_collections(params: Any, names: Container[str]) -> None:
-    """In a SamplingParams, replace each parameter in `names` with the result of its check."""
+    """Check the parameters in `names` of a SamplingParams, and replace them with the results."""
     for name, check in CHECKS.items():
         if name in names:
             object.__setattr__(params, name, check(name, getattr(params, name)))
@@ -24,7 +24,7 @@ def check_collections(params: Any, names: Container[str]) -> None:
 
 
 def check_strings(name: str, value: Any) -> tuple[str, ...]:
-    """Return the strings as a tuple. Raises TypeError for other types, and ValueError for empty or invalid strings."""
+    """Return strings as a tuple. Raises TypeError for other types, and ValueError if a string is empty or invalid."""
     strings = _tuple_of(str, name, value)
     for string in strings:
         if not string:
@@ -41,7 +41,7 @@ def check_ids(name: str, value: Any, min_length: int = 0, max_length: int | None
 
 
 def check_biases(name: str, value: Any) -> dict[int, float] | None:
-    """Return biases by token id, or None if there are none."""
+    """Return a dict of biases by token id, or None if there are no biases."""
     if not isinstance(biases := {} if value is None else value, dict):
         raise TypeError(f"{name}={biases!r:.80}: must map token ids to numbers")
     values = [check_real(f"{name}[{token_id!r}]", bias, -100, 100) for token_id, bias in biases.items()]
@@ -49,7 +49,7 @@ def check_biases(name: str, value: Any) -> dict[int, float] | None:
 
 
 def _tuple_of(kind: type, name: str, value: Any) -> tuple:
-    """Return a value of type `kind`, or a collection of such values, as a tuple. Raises TypeError for other types."""
+    """Return a tuple of values. All values must have the type `kind`. Raises TypeError for other types."""
     value = value.tolist() if hasattr(value, "tolist") else value  # a NumPy array or a tensor
     values = () if value is None else (value,) if isinstance(value, kind) else value
     if not isinstance(values, (list, tuple, set, frozenset, range)) or not all(isinstance(v, kind) for v in values):

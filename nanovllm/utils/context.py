@@ -1,4 +1,4 @@
-"""The context of a step, for layers to read. The context is set only while the model runs."""
+"""The context of a step, which layers read. The context is set only while the model runs."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ _UNSET: Any = None  # outside a step
 class Context:
     """Describes the B sequences of a step. The T new tokens of all sequences are concatenated.
 
-    The first `num_decode_rows` sequences have one new token each. If `is_prefill`, chunks of prompts follow.
+    The first `num_decode_rows` sequences have one new token each. If `is_prefill` is True, chunks of prompts follow.
     Attention reads all keys from the cache, including the keys of this step.
     """
 
@@ -35,7 +35,7 @@ class Context:
     window_contexts: list["Context"] = field(default_factory=list)  # see cache/window_tables.py
 
     def of_table(self, table: int) -> "Context":
-        """Return the context for layers that use another block table: see cache/window_tables.py."""
+        """Return the context for layers with another block table (see cache/window_tables.py)."""
         return self.window_contexts[table - 1] if table else self
 
 
@@ -43,7 +43,7 @@ _context: ContextVar[Context | None] = ContextVar("context", default=None)
 
 
 def get_context() -> Context:
-    """Return the context of the step that this thread computes. Outside a step, return an empty context."""
+    """Return the context of the step that this thread computes. If there is no such step, the context is empty."""
     return _context.get() or Context()
 
 
@@ -65,9 +65,9 @@ def attention_context(context: Context) -> Iterator[None]:
 
 
 def of_tokens(of_requests: torch.Tensor) -> torch.Tensor:
-    """Return the value of each token's request, for all tokens of the step that this thread computes: [T].
+    """Return values [T], those of the tokens' requests, for the step that this thread computes.
 
-    `of_requests` [requests] contains the value of each request. Padding gets the value of an arbitrary request.
+    `of_requests` [requests] contains the value of each request. Padding gets an arbitrary value.
     """
     context = get_context()
     values = of_requests[context.state_rows[1].long()]

@@ -22,7 +22,7 @@ def _driver() -> Any:
 
 
 class DeviceBytes:
-    """Device memory that `torch.as_tensor` wraps without a copy. The tensor keeps this object alive."""
+    """Device memory. `torch.as_tensor` makes a tensor of it without a copy. The tensor keeps this object alive."""
 
     def __init__(self, address: int, num_bytes: int):
         self.address, self.num_bytes = address, num_bytes

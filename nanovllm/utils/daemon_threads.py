@@ -9,7 +9,9 @@ from typing import Any
 
 
 class DaemonThreads:
-    """Works like ThreadPoolExecutor, but threads keep working while Python exits, and Python does not wait."""
+    """Works like ThreadPoolExecutor, but Python does not wait for the threads. The threads also work while Python
+    exits.
+    """
 
     def __init__(self, name: str, count: int):
         self._work: SimpleQueue[tuple[Future, Callable[[], Any]] | None] = SimpleQueue()
@@ -23,7 +25,7 @@ class DaemonThreads:
         return future
 
     def close(self) -> None:
-        """End the threads once all submitted work is done."""
+        """End the threads when all submitted work is done."""
         for _ in self._threads:
             self._work.put(None)
 

@@ -6,7 +6,7 @@ T = TypeVar("T")
 
 
 class DoubleBuffer(Generic[T]):
-    """Alternates between two buffers: one is filled while the other is still in use."""
+    """Alternates between two buffers. One is filled while the other is in use."""
 
     def __init__(self, first: T, second: T):
         self._buffers = first, second
@@ -17,7 +17,7 @@ class DoubleBuffer(Generic[T]):
         return self._buffers[self.buffer_index]
 
     def advance(self) -> T:
-        """Make the other buffer current, and return the buffer that was current before."""
+        """Make the other buffer the current one. Return the previous one."""
         used = self.current
         self.buffer_index = 1 - self.buffer_index
         return used

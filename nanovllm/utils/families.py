@@ -1,4 +1,4 @@
-"""Finds the model family of a checkpoint, by the table of all families. Importing this file imports no family."""
+"""Finds the model family of a checkpoint, using a table of all families. Importing this file imports no family."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ MODELS |= {
 
 
 def find_model_type(raw: dict, file: Path) -> str:
-    """Return the key in MODELS for a config.json, by its `model_type` or, if this is unknown, by other entries."""
+    """Return the key in MODELS for a config.json. If its `model_type` is unknown, other entries are used."""
     model_type = str(raw.get("model_type"))
     return model_type if model_type in MODELS else find_by_architecture(raw, file)
 
@@ -29,8 +29,7 @@ def find_model_type(raw: dict, file: Path) -> str:
 def find_by_architecture(raw: dict, file: Path) -> str:
     """Return the key in MODELS for the text model or the `architectures` of a config.json.
 
-    If there is a text model, this function imports the text model's family. Raises ValueError if MODELS has no such
-    key.
+    If there is a text model, this function imports its family. Raises ValueError if MODELS has no such key.
     """
     text, architectures = raw.get("text_config"), raw.get("architectures") or ()
     text_type = text.get("model_type") if isinstance(text, dict) else None

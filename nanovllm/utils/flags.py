@@ -1,4 +1,4 @@
-"""Makes command line flags from a dataclass's fields, with help texts from its docstring."""
+"""Makes command line flags from the fields of a dataclass. The help texts come from its docstring."""
 
 import argparse
 import inspect
@@ -18,13 +18,13 @@ METAVARS |= {"limit_mm_per_prompt": "JSON", "mm_processor_kwargs": "JSON", "allo
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports errors in one line, and forbids abbreviations, which new flags could make ambiguous."""
+    """Reports errors in one line. Forbids abbreviations, because new flags could make them ambiguous."""
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, allow_abbrev=False, **options)
 
     def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
-        """Let a subcommand's parser reject unknown arguments, so that the error points to the subcommand's help."""
+        """Let a subcommand's parser reject unknown arguments. The error then refers to the subcommand's help."""
         parsed, unknown = super().parse_known_args(*arguments, **options)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self._hint(unknown)}")
@@ -55,10 +55,10 @@ def add_flags(
     several: Container[str] = (),
     defaults: Mapping[str, str] | None = None,
 ) -> None:
-    """Add a group with a flag `--like-this` for each field. Unused flags are absent from the namespace.
+    """Add a group of flags, one for each field, such as `--like-this`. Unused flags are not in the namespace.
 
-    several: fields whose flag takes all following values. Flags of other fields are repeated for each value.
-    defaults: descriptions of defaults that differ from the field's default.
+    several: fields whose flags take several values. All other flags are repeated for each value.
+    defaults: texts for defaults that are not the fields' defaults.
     """
     group = parser.add_argument_group(title)
     help_texts = descriptions(settings)
@@ -76,7 +76,7 @@ def add_flags(
 
 
 def given(arguments: argparse.Namespace, settings: type, skip: Container[str] = ()) -> dict[str, Any]:
-    """Return a dict that maps field names to the values of used flags, without the fields in `skip`."""
+    """Return a dict that maps field names to the values of used flags. The fields in `skip` are left out."""
     names = {field.name for field in fields(settings) if field.name not in skip}
     values = {name: value for name, value in vars(arguments).items() if name in names}
     return {name: tuple(_items(value)) if isinstance(value, list) else value for name, value in values.items()}
@@ -87,7 +87,7 @@ def _items(values: list[str]) -> list[str]:
 
 
 def descriptions(settings: type) -> dict[str, str]:
-    """Return the text of each field in the docstring, by name: the rest of the line `name: ...`, and indented lines."""
+    """Return a dict of the docstring's field texts. A text is the rest of the line `name: ...` and indented lines."""
     texts: dict[str, str] = {}
     doc = inspect.cleandoc(settings.__doc__ or "")  # Python 3.13 removes the indentation itself
     for names, lines in re.findall(r"^(\w+(?:, \w+)*): (.*(?:\n    .*)*)", doc, re.MULTILINE):
@@ -100,14 +100,14 @@ def _flag(name: str) -> str:
 
 
 def _default(field: Field) -> str:
-    """Return a field's default as shell users write it, or "" if the field's text states the default."""
+    """Return a field's default in the syntax of a shell. If the field's text states the default, return ""."""
     if isinstance(field.default, bool):
         return "on" if field.default else "off"
     return "" if field.default is MISSING or field.default in (None, (), "") else str(field.default)
 
 
 def _in_words_of_a_shell(text: str, flags: Mapping[str, str]) -> str:
-    """Replace field names in a help text with flags, and cut the text off at " In Python"."""
+    """Replace field names in a help text with flags. Remove the text from " In Python" on."""
     text = text.partition(" In Python")[0].removesuffix(".")
     return re.sub(r"`([^`]*)`", lambda name: flags.get(name[1], name[1]), text)
 
@@ -115,8 +115,8 @@ def _in_words_of_a_shell(text: str, flags: Mapping[str, str]) -> str:
 def _options(field: Field) -> dict[str, Any]:
     """Return argparse's options for a field.
 
-    A value for a union is converted to one of the union's types. The tests below are in the order of preference. Values
-    of other types stay text.
+    If the field's type is a union, a value is converted to one of its types. The tests below are in the order of
+    preference. Other values stay text.
     """
     hint = field.type
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)

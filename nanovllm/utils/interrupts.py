@@ -10,11 +10,11 @@ _is_held = False  # whether a block of the main thread delays Ctrl-C
 
 @contextmanager
 def interrupts_held() -> Iterator[list]:
-    """Delay Ctrl-C to the end of the block. If blocks are nested, delay Ctrl-C to the end of the outermost block.
+    """Delay Ctrl-C until the block ends. If blocks are nested, delay Ctrl-C until the outermost block ends.
 
-    Yields a list, which is empty until the outermost block is interrupted. Lists of nested blocks stay empty. Outside
-    the main thread, nothing is delayed, because Python runs signal handlers in the main thread. If the signal handler
-    was not installed from Python, nothing is delayed, because Python could not restore this handler.
+    Yields a list, which is empty until the outermost block is interrupted. Lists of nested blocks stay empty. In other
+    threads than the main thread, nothing is delayed, because Python runs signal handlers in the main thread. Nothing is
+    delayed either if the signal handler was not installed from Python, because Python could not restore it.
     """
     global _is_held
     is_main = threading.current_thread() is threading.main_thread()

@@ -1,4 +1,4 @@
-"""Imports the libraries of an engine faster than plain imports do, for command-line tools."""
+"""Imports the libraries of an engine. This is faster than plain imports, which matters for command-line tools."""
 
 import atexit
 import ctypes
@@ -21,11 +21,11 @@ find_distributions = importlib.metadata.packages_distributions
 
 
 def import_libraries(settings: Mapping[str, Any]) -> None:
-    """Import transformers and PyTorch. PyTorch's native libraries are loaded in parallel, without the GIL.
+    """Import transformers and PyTorch. Meanwhile, PyTorch's native libraries are loaded without the GIL.
 
-    If `settings` do not choose a CPU, CUDA is initialized. Forks of this process then can't use CUDA. Garbage
-    collection skips the imported objects. A missing library raises no error before it is used. After Ctrl-C, the
-    process ends with status 130, without waiting for the imports.
+    Unless `settings` choose a CPU, CUDA is initialized. Forks of this process then can't use CUDA. Garbage collection
+    skips the imported objects. A missing library raises no error before it is used. After Ctrl-C, the process ends with
+    status 130, without waiting for the imports.
     """
     if "torch" in sys.modules:
         return
@@ -46,7 +46,7 @@ def import_libraries(settings: Mapping[str, Any]) -> None:
 
 
 def _submit(function: Callable, *arguments: Any) -> Future:
-    """Call a function in a daemon thread. Python does not wait for daemon threads when it ends."""
+    """Call a function in a daemon thread. When Python ends, it does not wait for daemon threads."""
     future: Future = Future()
 
     def call() -> None:
@@ -60,7 +60,7 @@ def _submit(function: Callable, *arguments: Any) -> Future:
 
 
 def _load_native_libraries(device: str) -> None:
-    """Load PyTorch's native libraries through C functions, which ctypes calls without the GIL.
+    """Load PyTorch's native libraries by C functions. ctypes calls these functions without the GIL.
 
     An import would hold the GIL. The libraries do not acquire the GIL while they are loaded, so there is no deadlock
     with an import.

@@ -35,7 +35,7 @@ BAR_DELAY = 1  # seconds until the progress bar is shown
 def load_tokenizer(folder: str):
     """Load the tokenizer in `folder`, as transformers' AutoTokenizer does.
 
-    Raises a ValueError that names the broken file, or the folder if the broken file is unknown.
+    If a file is broken, raises a ValueError that names the file, or the folder if the file is unknown.
     """
     # read here because transformers' errors do not name the broken file
     contents = {name: read_json(file) for name in JSON_FILES if (file := Path(folder, f"{name}.json")).exists()}
@@ -64,8 +64,8 @@ def parameter(
 
     The loader returns the part of the parameter that it has filled.
 
-    The default dtype is the dtype of the model under construction. If the model is quantized, a parameter with
-    `is_linear` gets a shape but no memory, because a weight format will replace it.
+    The default dtype is that of the model under construction. If the model is quantized, `is_linear` parameters get a
+    shape but no memory, because a weight format will replace them.
     """
     construction = get_construction()
     dtype = dtype or construction.dtype
@@ -93,7 +93,7 @@ def check_shape(weight, shape: tuple[int, ...]):
 
 
 class Shard(NamedTuple):
-    """Locates a rank's part of a weight, both in the checkpoint and in the rank's parameter."""
+    """Locates a rank's part of a weight. The part has a place in the checkpoint and a place in the rank's parameter."""
 
     shape: tuple[int, ...]  # of the checkpoint weight
     rows: slice = slice(None)  # of the checkpoint weight
@@ -108,7 +108,7 @@ class Shard(NamedTuple):
     def copy(self, target: torch.Tensor, weight) -> torch.Tensor:
         """Copy this part of a weight or bias to `target`. Return the part of `target` that was filled.
 
-        `weight` is described in `check_shape`. Only this part of a safetensors slice is read.
+        See `check_shape` for `weight`. If `weight` is a safetensors slice, only this part is read.
         """
         weight = check_shape(weight, self.shape[: target.dim()])
         weight = weight[self.rows, self.columns] if target.dim() == 2 else weight[self.rows]
@@ -119,16 +119,16 @@ class Shard(NamedTuple):
 def load_model(
     model: nn.Module, folder: Path, device: torch.device, load_format: str = "auto", show_progress: bool = False
 ) -> None:
-    """Fill `model` from the safetensors files in `folder`, or with random numbers if `load_format` is "dummy".
+    """Fill `model` from the safetensors files in `folder`. If `load_format` is "dummy", use random numbers instead.
 
     `model.packed_modules_mapping` maps a module of the checkpoint to (the merged module, the shard id in the merged
-    module). Parameters load tensors with `weight_loader(parameter, weight)`. If several tensors share a parameter, the
-    loader also gets a shard id. `show_progress` shows a bar if there are several files and loading takes more than
-    BAR_DELAY.
+    module). A parameter loads a tensor with `weight_loader(parameter, weight)`. If several tensors share a parameter,
+    the loader also gets a shard id. `show_progress` shows a bar if there are several files, and if loading takes more
+    than BAR_DELAY.
 
-    Raises a ValueError that names the tensor if a tensor is missing, surplus or in two files. Raises the same error if
-    a shape is wrong, a dtype is not floating point, or a value is NaN or infinite. Raises a ValueError or
-    FileNotFoundError that names a broken or missing file.
+    Raises a ValueError that names the tensor if a tensor is missing, unexpected or in two files. Raises the same error
+    if a shape is wrong, a dtype is not floating point, or a value is NaN or infinite. If a file is broken or missing,
+    raises a ValueError or FileNotFoundError that names it.
     """
     if quantization := model.config.quantization:
         quantization.prepare(model, device)
@@ -186,8 +186,8 @@ def is_unused(model: nn.Module, name: str) -> bool:
 def find_tensors(folder: Path, dtypes: tuple[str, ...] = FLOAT_DTYPES) -> dict[str, Path]:
     """Return the file of every checkpoint tensor in `folder`.
 
-    Raises ValueError for broken files and for dtypes that are not in `dtypes`. As in transformers, a
-    `model.safetensors` takes precedence over all other files.
+    Raises ValueError if a file is broken, or if a dtype is not in `dtypes`. As in transformers, if there is a
+    `model.safetensors`, all other files are ignored.
     """
     if (single := folder / "model.safetensors").is_file():
         tensors = {name: (single, dtype) for name, dtype in stored_dtypes(single).items()}
@@ -236,10 +236,10 @@ def weight_loaders(model: nn.Module) -> dict[str, tuple[Callable, list[Any]]]:
 
 
 def stored_modules(path: str, module: Any, packed_modules_mapping: dict) -> dict[str, list]:
-    """Return a dict that maps the name of each checkpoint module in `module` to a list with the shard id.
+    """Return a dict that maps the names of the checkpoint's modules in `module` to lists with the shard id.
 
-    `path` is the name of `module` in the model. If nothing is merged, the only shard id is []. Shards that `module`
-    lacks, such as the values of some attention layers, are left out.
+    `path` is the name of `module` in the model. If nothing is merged, the only list is []. If `module` lacks a shard,
+    such as the values in some attention layers, the shard's name is left out.
     """
     parent, _, own = path.rpartition(".")
     known = (*module.shard_ids(), (WHOLE,)) if hasattr(module, "shard_ids") else None

@@ -1,4 +1,4 @@
-"""Checkpoints in which one tensor stores all parts of a merged layer, such as q, k and v."""
+"""Checkpoints with merged tensors. Such a tensor stores all parts of a merged layer, such as q, k and v."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ WHOLE = "whole"  # the shard id of such a tensor in `packed_modules_mapping`
 
 
 class RowsOf:
-    """Some rows of a safetensors slice, which are read when this object is indexed."""
+    """Some rows of a safetensors slice. The rows are read when this object is indexed."""
 
     def __init__(self, weight: Any, first: int, end: int):
         self._weight, self._first, self._num_rows = weight, first, end - first
@@ -25,10 +25,11 @@ class RowsOf:
 
 
 def load_whole(load: Callable, layer: Any, weight) -> torch.Tensor | None:
-    """Load a tensor (a weight, a bias or scales) that contains all parts of a merged layer, one after another.
+    """Load a merged tensor (a weight, a bias or scales), which contains a merged layer's parts in order.
 
-    load: the parameter's `weight_loader`, which takes a part and its shard id. A single scale is used for all parts.
-    Return the smallest and the largest value of each part as one tensor, or None if `load` returns None.
+    load: the parameter's `weight_loader`, which takes a part and its shard id. If there is a single scale, all parts
+        use it. Return a tensor with the smallest and the largest value of each part. If `load` returns None, return
+        None.
     """
     sizes, bounds, first = layer.output_sizes, [], 0
     for shard_id, size in zip(layer.shard_ids(), sizes, strict=True):
@@ -39,7 +40,7 @@ def load_whole(load: Callable, layer: Any, weight) -> torch.Tensor | None:
 
 
 def _rows(weight: Any, first: int, size: int, total: int) -> tuple[Any, int]:
-    """Return a part of `weight`, and the row where the next part begins.
+    """Return a part of `weight`, and the row where the following part begins.
 
     The part begins at row `first`, and covers `size` of the layer's `total` outputs.
     """

@@ -12,10 +12,10 @@ TOKENIZER_FILES = ("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer
 
 
 def find_model(model: str, revision: str | None = None, with_weights: bool = True) -> Path:
-    """Return the absolute path of `model`'s folder, after downloading a hub id with the hub client's progress bar.
+    """Return the absolute path of `model`'s folder. A hub id is downloaded with the hub client's progress bar.
 
-    `revision` is a branch, tag or commit on the hub. Raises FileNotFoundError, with advice, if no folder is found or
-    downloaded.
+    `revision` is a branch, tag or commit on the hub. If no folder is found or downloaded, raises a FileNotFoundError
+    with advice.
     """
     folder = _find("model", model, revision, with_weights)
     if not (folder / "config.json").is_file():
@@ -24,9 +24,9 @@ def find_model(model: str, revision: str | None = None, with_weights: bool = Tru
 
 
 def check_model(model: str, revision: str | None = None) -> None:
-    """Raise the errors of `find_model` and `find_model_type` that commands can report before they import PyTorch.
+    """Raise errors of `find_model` and `find_model_type`. Commands can then report them before they import PyTorch.
 
-    An "owner/name" is not looked up on the hub, because loading the model does so anyway.
+    An "owner/name" is not looked up on the hub, because this happens when the model is loaded.
     """
     if "/" in model and HUB_ID.fullmatch(model) and not Path(model).is_dir():
         return
@@ -36,7 +36,7 @@ def check_model(model: str, revision: str | None = None) -> None:
 
 
 def find_tokenizer(tokenizer: str | None, model_folder: Path) -> Path:
-    """Return the absolute path of `tokenizer`'s folder, by default the model's folder.
+    """Return the absolute path of `tokenizer`'s folder. The default is the model's folder.
 
     Raises FileNotFoundError if the folder contains no tokenizer.
     """

@@ -1,4 +1,4 @@
-"""Sums that are completed by the kernel that reads them."""
+"""Sums whose summands are added by the kernel that reads them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +11,11 @@ Compute = Callable[[torch.Tensor | None], torch.Tensor]  # writes its result to 
 
 
 class PartialSum:
-    """A tensor [T, N] in the form of summands, which the reader adds, ideally in a kernel that also does other work.
+    """A tensor [T, N] in the form of summands. The reader adds them, ideally in a kernel that also does other work.
 
     parts: [T, N], or [split_k, T, N] if split_k > 1. The reader adds the parts over the first dimension.
-    barrier: lets the reading kernel wait for the other ranks' parts (distributed/peer_memory.py), or None.
-    norm: the arguments of a norm that replaces the sum (NormedSum in fused/norm_input.py), or None.
+    barrier: lets the kernel that reads wait for the parts of other ranks (distributed/peer_memory.py), or None.
+    norm: the arguments of a norm, or None. The norm replaces the sum (see NormedSum in fused/norm_input.py).
     """
 
     __slots__ = ("device", "parts", "split_k")
@@ -30,7 +30,7 @@ class PartialSum:
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        """The sum if it has a single part, otherwise None."""
+        """The sum if there is a single part, else None."""
         return self.parts if self.split_k == 1 else None
 
     def reduce(self) -> torch.Tensor:
@@ -44,7 +44,7 @@ def sum_over_ranks(
     """Sum the result of `compute` over ranks.
 
     The result of `compute` is [num_rows, width], or [split_k, num_rows, width] if `split_k` > 1. If ranks read each
-    other's memory (`tp.sum`), `compute` gets a tensor [split_k, num_rows, width] to write the result to.
+    other's memory (`tp.sum`), `compute` gets a tensor [split_k, num_rows, width] for the result.
     """
     if hasattr(tp, "sum"):
         return tp.sum(compute, num_rows, width, dtype, split_k)

@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 @contextmanager
 def progress_bar(total: int, disable: bool = False, **options) -> Iterator[Callable[..., None]]:
-    """Show a tqdm bar, and yield a function `advance(n, **num_tokens)` to call when n more items are done.
+    """Show a tqdm bar. Yield a function `advance(n, **num_tokens)` to call when n more items are done.
 
-    A bar is shown only on a terminal or in a notebook, because a file would keep all states of the bar.
-    `num_tokens` counts tokens since the previous call, by kind. The bar shows the rate of each kind. Ctrl-C is delayed
-    while tqdm runs, because an interrupt could leave the process-wide lock of all bars locked.
+    A bar is shown only on a terminal or in a notebook, because a file would keep all states of the bar. `num_tokens`
+    contains the number of tokens of each kind since the previous call. The bar shows the rate of each kind. Ctrl-C is
+    delayed while tqdm runs, because an interrupt could leave a lock that all bars share locked.
     """
     rates, last_time = {}, perf_counter()
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def cache_too_small(config: "Config", block_bytes: int, state_bytes: int, available: int, limit: str) -> ValueError:
-    """Return the error if `available` bytes of cache, limited by `limit`, can't hold the longest sequence."""
+    """Return the error if the longest sequence needs more cache than `available` bytes. `limit` states the cause."""
     needed = config.max_blocks_per_seq * block_bytes + state_bytes
     return ValueError(
         f"max_model_len={config.max_model_len}: one sequence needs {needed / 2**30:.2f} GiB of cache, and {limit} "
@@ -18,7 +18,7 @@ def cache_too_small(config: "Config", block_bytes: int, state_bytes: int, availa
 
 
 def other_tensors(folder: Path, stored: Set[str], wanted: Set[str]) -> ValueError:
-    """Return the error for a checkpoint whose tensors are not the ones that the model needs."""
+    """Return the error for a checkpoint that has other tensors than the model needs."""
     if missing := wanted - stored:
         return bad_tensors(folder, missing, "are missing")
     return bad_tensors(folder, stored - wanted, "belong to no parameter")

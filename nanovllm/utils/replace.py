@@ -1,14 +1,14 @@
-"""Replaces methods of existing objects, for quantized modules, fused modules and image support."""
+"""Replaces methods of existing objects. Quantized modules, fused modules and image support use this."""
 
 from functools import cache
 from typing import Any
 
 
 def replace_methods(module: Any, form: type, prefix: str) -> None:
-    """Override an object's methods with `form`'s methods.
+    """Override methods of an object with the methods of `form`.
 
-    The object's parameters and their names do not change, and `isinstance` still finds the old class. As in PyTorch's
-    `fully_shard`, the object's new class is a subclass of both `form` and the old class. The new class's name begins
+    The object's parameters and their names do not change, and the object is also an instance of its old class. As in
+    PyTorch's `fully_shard`, the new class is a subclass of both `form` and the old class. The new class's name begins
     with `prefix`.
     """
     module.__class__ = _subclass(form, type(module), prefix)

@@ -1,4 +1,4 @@
-"""Frequencies of rotary embeddings, including scaling to contexts longer than in training."""
+"""Frequencies of rotary embeddings. Frequencies can be scaled to contexts that are longer than in training."""
 
 import math
 from collections.abc import Mapping
@@ -22,17 +22,17 @@ class RopeFrequencies(NamedTuple):
 
 
 def inverse_frequencies(theta: float, size: int) -> torch.Tensor:
-    """Return the angle per position for each rotated pair: [size / 2]."""
+    """Return a tensor [size / 2] with the angle per position of each rotated pair."""
     return 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size)
 
 
 def scaled_rope(kind: str, theta: float, rope: dict, raw: Mapping, head_dim: int, file: Path) -> RopeFrequencies:
     """Return the frequencies for a rope type.
 
-    Raises ValueError, TypeError or KeyError for bad or missing parameters. `raw` is the content of config.json. `rope`
-    contains the parameters of the rope type. The returned `max_len` is the same as in vLLM. For "dynamic", `max_len` is
-    the training length, because longer sequences would change all frequencies. For "longrope", `max_model_len` selects
-    the short or the long factors, as in vLLM.
+    Raises ValueError, TypeError or KeyError if a parameter is missing or wrong. `raw` is the content of config.json.
+    `rope` contains the parameters of the rope type. The returned `max_len` is the same as in vLLM. If the type is
+    "dynamic", `max_len` is the training length, because longer sequences would change all frequencies. If the type is
+    "longrope", `max_model_len` selects the short or the long factors, as in vLLM.
     """
     trained_len, name = raw["max_position_embeddings"], "original_max_position_embeddings"
     if raw.get(name) is not None:
@@ -68,7 +68,7 @@ def scaled_rope(kind: str, theta: float, rope: dict, raw: Mapping, head_dim: int
 def _llama3_frequencies(inv_freq: torch.Tensor, rope: dict) -> torch.Tensor:
     """Return the frequencies of Llama 3.1. The frequencies of slow pairs are divided by a factor.
 
-    The frequencies of fast pairs, which make many turns within the training length, do not change. Between slow and
+    Fast pairs make many turns within the training length. The frequencies of fast pairs do not change. Between slow and
     fast pairs, frequencies are interpolated.
     """
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
@@ -93,7 +93,7 @@ def _yarn_frequencies(periods: torch.Tensor, theta: float, rope: dict) -> torch.
 def _yarn_scale(rope: dict) -> float:
     """Return the scale of cos and sin.
 
-    Attention scores grow by the square of the scale, which keeps attention sharp.
+    Attention scores are multiplied by the square of the scale, which keeps attention sharp.
     """
 
     def scale(weight: float) -> float:
@@ -105,7 +105,7 @@ def _yarn_scale(rope: dict) -> float:
 
 
 def _factors(name: str, rope: dict, num_pairs: int, file: Path) -> torch.Tensor:
-    """Return LongRoPE's divisors of the frequencies: "short" up to the original length, "long" for longer sequences."""
+    """Return LongRoPE's divisors of frequencies. The "short" divisors are used up to the original length."""
     factors = rope[f"{name}_factor"]
     if not isinstance(factors, list) or len(factors) != num_pairs:
         raise ValueError(f"{file}: {name}_factor={factors!r:.80}: must be a list of {num_pairs} numbers")

@@ -7,7 +7,7 @@ POLICIES = {"fcfs": "nanovllm.engine.scheduling_policy:FCFS", "priority": "nanov
 
 
 def check_policy(name: str, policy: Any) -> Any:
-    """Return `policy`. Raises ValueError for an unknown name, and TypeError for an object that is not a policy."""
+    """Return `policy`. Raises ValueError for an unknown name. Raises TypeError unless it is a name or a policy."""
     if isinstance(policy, str):
         if policy not in POLICIES:
             names = ", ".join(POLICIES)

@@ -1,4 +1,4 @@
-"""The split of a model over ranks, and the ranks' collective operations. `distributed/` implements several ranks."""
+"""Splits a model over ranks, and defines collective operations. `distributed/` implements several ranks."""
 
 import torch
 
@@ -6,10 +6,10 @@ STEP_TIMEOUT = 300.0  # seconds that a rank waits for other ranks within a step
 
 
 class TensorParallel:
-    """Splits a model over `size` ranks and defines their collective operations. This process is rank `rank`.
+    """Splits a model over `size` ranks, and defines their collective operations. This process is rank `rank`.
 
-    This class implements a single rank, which does not communicate. With `size` > 1, an instance of this class can only
-    compute the sizes and the slices of shards.
+    This class implements a single rank, which does not communicate. If `size` > 1, an instance of this class can only
+    compute the sizes and slices of shards.
     """
 
     lost = False  # whether another rank is gone, so that this rank's results are invalid
@@ -43,18 +43,18 @@ class TensorParallel:
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Concatenate every rank's x [T, N] along the last dimension: [T, ranks * N]."""
+        """Concatenate every rank's x [T, N] along the last dimension. Return [T, ranks * N]."""
         return x
 
     def all_reduce_max(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the elementwise maximum of all ranks' keys [S] int64. This call ends a forward pass. S may be 0."""
+        """Return the elementwise maximum of all ranks' `keys` [S] int64. This call ends a forward pass. S may be 0."""
         return keys
 
     def barrier(self, device: torch.device) -> None:
-        """Make all later work on the device wait for all ranks, as `all_reduce_max` does after each forward pass."""
+        """Make all later work on the device wait for all ranks. (`all_reduce_max` also does so.)"""
 
     def check(self) -> None:
         """Raise RuntimeError if a rank was lost."""
 
     def close(self) -> None:
-        """Disconnect from the other ranks. No queued work may still use the other ranks."""
+        """Disconnect from the other ranks. Queued work must not use the other ranks."""

@@ -1,4 +1,4 @@
-"""Splits tensors into messages to other ranks."""
+"""Splits tensors into messages, which are sent to other ranks."""
 
 import math
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import torch
 
 
 class TensorPart(NamedTuple):
-    """Describes a message that contains `num_bytes` bytes of a tensor, starting at byte `begin`."""
+    """Describes a message that contains `num_bytes` bytes of a tensor, from byte `begin` on."""
 
     name: str
     dtype: torch.dtype
@@ -32,7 +32,7 @@ class TensorPart(NamedTuple):
 def parts_of(name: str, tensor: torch.Tensor, max_bytes: int) -> Iterator[tuple[TensorPart, np.ndarray]]:
     """Split a tensor into messages of at most `max_bytes` bytes.
 
-    Yields each part together with its bytes, which are packed into int32 words.
+    Yields each part and its bytes, which are packed into int32 words.
     """
     data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
     for begin in range(0, len(data), max_bytes):

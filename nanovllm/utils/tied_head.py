@@ -1,4 +1,4 @@
-"""Handles checkpoints that store an output head although config.json ties it to the embedding."""
+"""Handles checkpoints that store an output head, although config.json ties it to the embedding."""
 
 import logging
 from dataclasses import replace
@@ -33,14 +33,14 @@ def untie_other_head(model: nn.Module, files: dict[str, Path], stored_names: dic
 
 
 def head_name(model: nn.Module) -> str:
-    """Return the name of the output head's parameter, which is the embedding's name if the head is tied."""
+    """Return the name of the output head's parameter. If the head is tied, this is the embedding's name."""
     return next(name for name, weight in model.named_parameters() if weight is model.lm_head.weight)
 
 
 def _are_equal(
     files: dict[str, Path], stored_names: dict[str, str], names: tuple[str, str], dtype: torch.dtype
 ) -> bool:
-    """Return whether two tensors have equal shapes and bits. If their dtypes differ, convert them to `dtype` first."""
+    """Return whether two tensors have equal shapes and bits. If their dtypes differ, both are converted to `dtype`."""
     name, other = names
     with open_safetensors(files[name]) as file, open_safetensors(files[other]) as other_file:
         slices = file.get_slice(stored_names[name]), other_file.get_slice(stored_names[other])

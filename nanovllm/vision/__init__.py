@@ -1,1 +1,1 @@
-"""Images in prompts: the vision tower, its inputs, and the positions and cached blocks of prompts with images."""
+"""Images in prompts: the vision tower, its inputs, the positions of tokens, and cached blocks."""

@@ -1,4 +1,4 @@
-"""Lets the prefix cache tell images apart, although the token ids of all images are equal."""
+"""Lets the prefix cache tell images apart. (The token ids of all images are equal.)"""
 
 from collections.abc import Callable
 
@@ -8,10 +8,10 @@ from nanovllm.vision.prompt_images import images_in
 
 
 class ImageBlocks(BlockManager):
-    """Replaces methods of an engine's block manager of any class.
+    """Replaces methods of an engine's block manager. The manager may have any class.
 
-    The contents of a block are its token ids, followed by the digests of the images that have a token in the block.
-    Hashes and comparisons include the digests.
+    A block's contents are its token ids, and the digests of images that have a token in the block. Hashes and
+    comparisons include the digests.
     """
 
     forget_images: Callable[[], None]  # drops the embeddings of all images, because the weights may change

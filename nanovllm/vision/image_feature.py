@@ -1,4 +1,4 @@
-"""Tells all ranks which tokens of a step belong to images, and which positions the tokens have."""
+"""Tells all ranks which tokens of a step belong to images. Also tells them the positions of tokens."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -24,19 +24,19 @@ def has_images(step: ScheduledStep) -> bool:
 
 
 class RequestImages(StepFeature):
-    """The feature's state for a sequence is the sequence's PromptImages. Without images, a sequence has no state.
+    """The feature's state for a sequence is the sequence's PromptImages. A sequence without images has no state.
 
-    A VisionRunner uses this feature in all steps with chunks. Each new sequence must replace the `delta` (see
-    PromptImages) of an earlier sequence with the same request index.
+    A VisionRunner uses this feature in all steps with chunks. A new sequence must replace the `delta` (see
+    PromptImages) that an earlier sequence with the same request index has left.
     """
 
     @classmethod
     def prepare(cls, step: ScheduledStep) -> Arrays | None:
-        """Return `req_indices` and `deltas` of the requests. If `has_images(step)`, also return:
+        """Return `req_indices` and `deltas` of the requests. If `has_images(step)` is True, also return:
 
-        positions: the positions of the chunks' tokens, [3, T].
-        placed: [N, 7], for each part of an image: the index of the first token in the step, the number of tokens, the
-            index of the first token in the image, and the image's key.
+        positions: the positions [3, T] of the chunks' tokens.
+        placed: [N, 7], a row for each part of an image: the first token's index in the step, the number of tokens, the
+            first token's index in the image, and the image's key.
         """
         seqs = [*dict.fromkeys([*(row.seq for row in step.chunks), *step.new_seqs])]
         if not seqs:
@@ -67,7 +67,7 @@ class RequestImages(StepFeature):
 
     @classmethod
     def forget(cls, seq: Sequence) -> None:
-        """Free the pixels now, because ended sequences stay in memory until garbage is collected."""
+        """Free the pixels now. The ended sequence itself stays in memory until garbage is collected."""
         seq.feature_state["vision"] = None
 
     def __init__(self, runner: "ModelRunner"):

@@ -1,4 +1,4 @@
-"""Sends images to the other ranks, and prepares an engine's scheduler and prefix cache for images."""
+"""Sends images to the other ranks. Prepares an engine's scheduler and prefix cache for images."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,9 +16,9 @@ from nanovllm.vision.prompt_images import PromptImage
 
 
 class ImagePart(NamedTuple):
-    """A part of a message to another rank, which computes an image's embeddings when all parts have arrived.
+    """A part of a message to another rank. The rank computes an image's embeddings when all parts have arrived.
 
-    Together, the parts contain the image's pixels and the digests of the images that the rank drops to free memory.
+    Together, the parts contain the image's pixels, and digests of images. The rank drops these images to free memory.
     `image` has no pixels.
     """
 

@@ -33,9 +33,9 @@ class ImagePrompts:
     ) -> tuple[str | None, list[int], PromptImages | None]:
         """Return the text, the token ids and the images of a prompt.
 
-        In the token ids, an image has one placeholder for each embedding that the text model reads. Raises ValueError
-        if the prompt has too many images or pixels, or if the numbers of placeholders and images differ. Raises the
-        errors of `ImageReader.read`.
+        An image has one placeholder in the token ids for each embedding that the text model reads. Raises ValueError if
+        the prompt has too many images or pixels, or if the numbers of placeholders and images differ. Raises the errors
+        of `ImageReader.read`.
         """
         image_token_id = self.vision.image_token_id
         field, rest, sources = _split(prompt, self.vision)
@@ -76,7 +76,7 @@ class ImagePrompts:
     def read_all(self, prompts: list) -> list:
         """Read images in several threads. Return the prompts with a PromptImage in place of each image.
 
-        Images that can't be read stay in the prompts, so that `read` raises the error.
+        If an image can't be read, it stays in its prompt, so that `read` raises the error.
         """
         # an image of several prompts is read once
         tasks = {source.key: source for prompt in prompts for source in self._sources(prompt)}
@@ -99,7 +99,7 @@ class ImagePrompts:
         return self.reader.cut(self.reader.open(source.image, source.is_trusted), source.bounds)
 
     def _sources(self, prompt: Any) -> list[ImageSource]:
-        """Return the images of a prompt that have not been read, or an empty list if the prompt is wrong."""
+        """Return the images of a prompt that have not been read. If the prompt is wrong, return an empty list."""
         if not has_images(prompt):
             return []
         try:

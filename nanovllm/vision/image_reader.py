@@ -1,6 +1,6 @@
-"""Reads images, and cuts them into patches for the vision tower, as transformers' Qwen2VLImageProcessor does.
+"""Reads images, and cuts them into patches for the vision tower. transformers' Qwen2VLImageProcessor does the same.
 
-This file is imported when an engine gets its first prompt with images, because Pillow is an optional dependency.
+Pillow is an optional dependency, so this file is imported when an engine gets its first prompt with images.
 """
 
 import hashlib
@@ -45,8 +45,8 @@ class ImageReader:
         """Read an image from one of KINDS.
 
         If `is_trusted` is false, the format must be one of WEB_FORMATS, and a string must be a URL. A URL may name a
-        file or another host only if settings allow it. Raises ValueError for images that are broken, too large or too
-        narrow, and TypeError for sources of other types.
+        file or another host only if settings allow it. Raises ValueError if the image is broken, too large or too
+        narrow. Raises TypeError for sources of other types.
         """
         return self.cut(self.open(source, is_trusted))
 
@@ -94,7 +94,7 @@ class ImageReader:
         return source
 
     def _in_rgb(self, image: Any) -> Any:
-        """Decode an image. Like transformers, rotate the image as its EXIF entry says, and use the first frame."""
+        """Decode an image. As in transformers, rotate it as its EXIF entry says, and use the first frame."""
         with _image_errors():
             return ImageOps.exif_transpose(image).convert("RGB")
 

@@ -1,4 +1,4 @@
-"""Reads the images that URLs name. Files and other hosts are read only if settings allow them."""
+"""Reads images from URLs. Settings must allow files and other hosts."""
 
 import base64
 import binascii
@@ -23,7 +23,7 @@ ESCAPES = {"%2B": "+", "%2F": "/", "%3D": "=", "%0D": "", "%0A": "", "\r": "", "
 
 
 def fetch(url: str, config: "Config", max_bytes: int) -> bytes:
-    """Return the bytes that a URL names. Raises ValueError if the bytes can't be read, or must not be read."""
+    """Return the bytes at a URL. Raises ValueError if they can't be read or must not be read."""
     scheme = url[:8].partition(":")[0].lower()
     if scheme == "data":
         return _decode(url, max_bytes)
@@ -62,9 +62,9 @@ def _read_local(url: str, allowed: str, max_bytes: int) -> bytes:
 
 
 def read_file(path: Path, name: str, max_bytes: int, is_regular: bool = False) -> bytes:
-    """Return the contents of a file. With `is_regular`, the file must be a regular file.
+    """Return the contents of a file. If `is_regular` is True, it must be a regular file.
 
-    Raises a ValueError, whose message begins with `name`, if the file is missing or too large.
+    If the file is missing or too large, raises a ValueError whose message begins with `name`.
     """
     try:
         if is_regular and not path.is_file():
@@ -81,7 +81,7 @@ def read_file(path: Path, name: str, max_bytes: int, is_regular: bool = False) -
 
 
 def _download(url: str, domains: Any, max_bytes: int) -> bytes:
-    """Get a URL from an allowed domain with a public address. Redirects are refused."""
+    """Download a URL. The domain must be allowed and have a public address. Redirects are refused."""
     parts = urlsplit(url)
     host = (parts.hostname or "").lower()
     if host not in (domains or ()):
@@ -132,7 +132,7 @@ def _get(connection: http.client.HTTPConnection, target: str, max_bytes: int, un
 
 
 def _shut_down(sock: socket.socket) -> None:
-    """Make another thread stop waiting for a socket, during the TLS handshake, the headers or the body."""
+    """End another thread's wait for a socket. The thread may wait for the TLS handshake, the headers or the body."""
     with suppress(OSError):  # the socket is already closed
         socket.socket.shutdown(sock, socket.SHUT_RDWR)  # SSLSocket.shutdown would go on in plain text
 
@@ -140,7 +140,7 @@ def _shut_down(sock: socket.socket) -> None:
 def _public_address(host: str, port: int) -> tuple[str, int]:
     """Return a public address of `host`.
 
-    The caller connects to this address, because a second lookup might return a private address.
+    The caller connects to this address. Another lookup might return a private address.
     """
     addresses = [str(address[0]) for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     for address in addresses:

@@ -1,4 +1,4 @@
-"""Rotary embedding with a temporal, a vertical and a horizontal position (interleaved MRoPE, arXiv:2511.21631)."""
+"""Rotary embedding for three positions: temporal, vertical and horizontal (interleaved MRoPE, arXiv:2511.21631)."""
 
 import torch
 
@@ -8,7 +8,7 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding
 class MRotaryEmbedding(RotaryEmbedding):
     """Rotates pair `i` of a head by the position on one of three axes.
 
-    Pairs 1, 4, 7, ... use the vertical position, pairs 2, 5, 8, ... the horizontal position, and all other pairs the
+    Pairs 1, 4, 7, ... use the vertical position. Pairs 2, 5, 8, ... use the horizontal position. Other pairs use the
     temporal position. `mrope_section` contains the number of pairs per axis. In text, the three positions are equal.
     """
 

@@ -8,7 +8,7 @@ import numpy as np
 
 
 class PromptImage(NamedTuple):
-    """An image whose size fits the tower.
+    """An image of a size that fits the tower.
 
     pixels: uint8 [patches, 3, patch_size, patch_size] as bytes. The patches of a token are adjacent.
     rows, columns: the height and the width of the image in tokens.
@@ -45,7 +45,7 @@ class PromptImages:
     """The images of a prompt, in order. All answers to the prompt share this object."""
 
     def __init__(self, images: Sequence[PromptImage], token_ids: Sequence[int], image_token_id: int):
-        """`token_ids` must contain `image_token_id` once for each token of each image, at consecutive indices."""
+        """`token_ids` must contain `image_token_id` for each token of an image, at consecutive indices."""
         self.placed: list[PlacedImage] = []
         self.num_prompt_tokens = len(token_ids)
         ids, end = np.asarray(token_ids), 0
@@ -65,7 +65,7 @@ class PromptImages:
     def _positions(self) -> np.ndarray:
         """The temporal, vertical and horizontal positions of the prompt's tokens: [3, tokens] int32.
 
-        The position after an image is the image's first position plus the number of tokens along its longer side.
+        The position after an image is the image's first position plus the number of tokens on its longer side.
         """
         parts, end, position = list[np.ndarray](), 0, 0
         for image, start in self.placed:
@@ -84,12 +84,12 @@ class PromptImages:
 
     @cached_property
     def delta(self) -> int:
-        """The position of a generated token minus the token's index. The difference is at most 0."""
+        """The position of a generated token minus its index. The difference is at most 0."""
         saved = (max(image.rows, image.columns) - image.num_tokens for image in self.images)
         return sum(saved)
 
     def positions(self, start: int, end: int) -> np.ndarray:
-        """Return the positions of the tokens `start:end`, which may be generated tokens: [3, end - start] int32."""
+        """Return positions [3, end - start] int32 of the tokens `start:end`, which may be generated tokens."""
         generated = np.arange(max(start, self.num_prompt_tokens), end, dtype=np.int32) + self.delta
         prompt = self._positions[:, start:end]
         return np.concatenate((prompt, np.broadcast_to(generated, (3, len(generated)))), 1, dtype=np.int32)
@@ -100,7 +100,7 @@ def images_of(seq: Any) -> PromptImages | None:
 
 
 def images_in(seq: Any, start: int, end: int) -> Iterator[PlacedImage]:
-    """Yield the images that have a token among the tokens `start:end` of a sequence."""
+    """Yield each image of which a token is among the tokens `start:end` of a sequence."""
     if (images := images_of(seq)) is not None:
         for placed in images.placed:
             if placed.start < end and start < placed.end:

@@ -1,6 +1,6 @@
-"""The vision tower of Qwen3-VL and Qwen3.5, which maps an image's patches to embeddings of tokens (arXiv:2511.21631).
+"""The vision tower of Qwen3-VL and Qwen3.5 (arXiv:2511.21631). Maps patches to embeddings of tokens.
 
-Every rank has the whole tower, and encodes one image at a time, so an image's embeddings depend on no other image.
+Every rank has the whole tower. A tower encodes one image at a time, so an image's embeddings depend on no other image.
 """
 
 import torch
@@ -18,7 +18,7 @@ ROPE_THETA = 10000.0
 
 
 class TowerLinear(nn.Module):
-    """Computes x W^T + b with the whole weight on each rank. Weight formats and adapters do not change this layer."""
+    """Computes x W^T + b. Each rank has the whole weight. Weight formats and adapters do not change this layer."""
 
     def __init__(self, input_size: int, output_size: int):
         super().__init__()
@@ -40,7 +40,7 @@ class LayerNorm(nn.Module):
 
 
 class PatchProjection(nn.Module):
-    """A 3D convolution whose stride is its kernel size: a matmul per patch. All frames of a patch are equal."""
+    """A 3D convolution. The stride is the kernel size, so a patch needs one matmul. All frames of a patch are equal."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()
@@ -61,7 +61,7 @@ class PatchEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """Learned embeddings on a square grid, interpolated for images of any size."""
+    """Learned embeddings on a square grid. The embeddings are interpolated for images of any size."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()
@@ -69,13 +69,13 @@ class PositionEmbedding(nn.Module):
         self.weight = parameter((self.side**2, config.hidden_size), default_weight_loader)
 
     def forward(self, height: int, width: int) -> torch.Tensor:
-        """Return the embeddings of an image's patches: [height, width, hidden_size], in float32."""
+        """Return the embeddings [height, width, hidden_size] of an image's patches, in float32."""
         grid = self.weight.float().unflatten(0, (self.side, self.side))
         rows = self._interpolate(grid, height)
         return self._interpolate(rows.transpose(0, 1), width).transpose(0, 1)
 
     def _interpolate(self, grid: torch.Tensor, size: int) -> torch.Tensor:
-        """Resize the first dimension by linear interpolation, which keeps the first element and the last element."""
+        """Resize the first dimension by linear interpolation. The first element and the last element stay the same."""
         places = torch.arange(size, dtype=torch.float32, device=grid.device) * (self.side - 1) / max(1, size - 1)
         low = places.long()
         high = (low + 1).clamp(max=self.side - 1)
@@ -83,7 +83,7 @@ class PositionEmbedding(nn.Module):
 
 
 class TowerAttention(nn.Module):
-    """Attention in which each patch of an image attends to all patches of the image."""
+    """Attention. Each patch of an image attends to all patches of the image."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()
@@ -122,10 +122,10 @@ class TowerBlock(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """Maps each square of patches to the embedding of a token: [P, hidden_size] -> [P / merge_size^2, outputs]."""
+    """Maps patches [P, hidden_size] to tokens [P / merge_size^2, outputs]. Each square of patches becomes a token."""
 
     def __init__(self, config: VisionConfig, norms_squares: bool):
-        """norms_squares: whether the norm is computed over a square of patches, or over each patch."""
+        """norms_squares: True if the norm is over a square of patches. Otherwise, the norm is over each patch."""
         super().__init__()
         self.size = config.hidden_size * config.merge_size**2
         self.norm = LayerNorm(self.size if norms_squares else config.hidden_size)
@@ -180,7 +180,7 @@ class VisionTower(nn.Module):
     def _rotation(self, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines [P, 1, head_dim / 2].
 
-        A patch's row determines the rotation of half of the pairs, and its column the rotation of the other half.
+        A patch's row determines the rotation of half of the pairs. The patch's column determines the others.
         """
         rows, columns = (torch.arange(n, dtype=torch.float32, device=self.mean.device) for n in (height, width))
         places = torch.stack((rows[:, None].expand(height, width), columns.expand(height, width)), -1)
@@ -188,7 +188,7 @@ class VisionTower(nn.Module):
         return angles.cos(), angles.sin()
 
     def _in_squares(self, grid: torch.Tensor) -> torch.Tensor:
-        """Put [height, width, N] into the order of the patches: [height * width, N]."""
+        """Put x [height, width, N] into the order of the patches. The result is [height * width, N]."""
         height, width, size = grid.shape
         n = self.config.merge_size
         return grid.view(height // n, n, width // n, n, size).transpose(1, 2).reshape(-1, size)

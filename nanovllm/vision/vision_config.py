@@ -1,4 +1,4 @@
-"""Reads the vision tower's sizes and the text model's image settings from a checkpoint's files."""
+"""Reads sizes of the vision tower and image settings of the text model from a checkpoint's files."""
 
 from dataclasses import dataclass, replace
 from math import isqrt
@@ -46,12 +46,12 @@ class VisionConfig:
         sizes.
     merge_size: a token stands for a square of `merge_size` x `merge_size` patches.
     grid_side: the side of the square grid of learned position embeddings.
-    deepstack_layers: after these layers of the tower, features are taken for the first layers of the text model.
+    deepstack_layers: layers of the tower. Outputs of these layers are also used for the first layers of the text model.
     image_token_id: the id of the placeholder token. A prompt has one placeholder per merged square of an image.
-    mrope_section: how many pairs of a head are rotated by the temporal, vertical and horizontal position.
+    mrope_section: how many pairs of a head use the temporal, the vertical and the horizontal position.
     image_mean, image_std: three numbers each. The tower gets (pixel - mean) / std, for pixels from 0 to 1.
     resample: the number of Pillow's filter for scaling, such as 3 for bicubic.
-    min_pixels, max_pixels: images are scaled to a number of pixels in this range.
+    min_pixels, max_pixels: the range of the number of pixels to which images are scaled.
     max_images: the maximum number of images in a prompt.
     """
 
@@ -86,7 +86,7 @@ class VisionConfig:
         return self.depth * patches * per_patch
 
     def with_settings(self, settings: "Config") -> "VisionConfig | None":
-        """Return the configuration for an engine, or None if the engine takes no images.
+        """Return the configuration for an engine. If the engine takes no images, return None.
 
         Raises ValueError if the smallest allowed image is larger than the largest one.
         """
@@ -135,7 +135,7 @@ def read_vision(
     """Read config.json, whose content is `raw`, and the image processor's entries next to `file`.
 
     Return None if the checkpoint has no vision tower. The other arguments are defaults for entries that the files lack.
-    Raises ValueError or TypeError, which name the file, for unsupported entries.
+    If an entry is not supported, raises a ValueError or TypeError that names the file.
     """
     if not (found := raw.get("vision_config")):
         return None

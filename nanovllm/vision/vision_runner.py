@@ -23,8 +23,8 @@ from nanovllm.vision.tower import VisionTower
 class ImageStore:
     """The embeddings of images on a rank's device, by digest.
 
-    If the store is full, the least recently used embeddings are removed. Rank 0 decides which images are encoded and
-    which are removed, and tells the other ranks.
+    If the store is full, the least recently used embeddings are removed. Rank 0 chooses the images to encode and the
+    images to remove, and tells the other ranks.
     """
 
     def __init__(self, tower: VisionTower, max_tokens: int, device: torch.device):
@@ -47,8 +47,8 @@ class ImageStore:
     def require(self, images: Iterable[PromptImage]) -> None:
         """Compute the embeddings of the images that are not stored. Only rank 0 calls this method.
 
-        First, the least recently used images are removed, because the images of the previous step may exceed the bound.
-        The most recently used image stays, because the next chunk may begin inside this image.
+        First, the least recently used images are removed, because the previous step's images may exceed the bound. The
+        most recently used image stays, because the next chunk may begin inside it.
         """
         needed = {image.digest: image for image in images}
         self._make_room(0, [*needed, *[*self._embeddings][-1:]])
@@ -62,7 +62,7 @@ class ImageStore:
             self.add(image)
 
     def _make_room(self, num_tokens: int, kept: Collection[bytes]) -> None:
-        """Remove the least recently used images, except `kept`, until there is space for `num_tokens` more tokens."""
+        """Remove the least recently used images, but not `kept`, until there is space for `num_tokens` more tokens."""
         num_tokens += self.num_tokens
         for digest in [digest for digest in self._embeddings if digest not in kept]:
             if num_tokens <= self._max_tokens:
@@ -91,7 +91,7 @@ class ImageStore:
 
 @contextmanager
 def image_embeddings(decoder: Any, tokens: torch.Tensor, levels: torch.Tensor) -> Iterator[None]:
-    """During a `with` block, let a decoder use the embeddings of images.
+    """Let a decoder use the embeddings of images during a `with` block.
 
     The first of `levels` [1 + layers, N, hidden_size] replaces the embeddings of `tokens` [N]. The other levels are
     added to the outputs of the first layers.
@@ -115,8 +115,8 @@ def image_embeddings(decoder: Any, tokens: torch.Tensor, levels: torch.Tensor) -
 class VisionRunner(BatchRunner):
     """Computes the embeddings of a step's images before the step.
 
-    If a chunk begins before the end of its prompt's last image, the step runs without CUDA graphs, and each token has
-    three positions. In all other steps, a token has one position: its index plus its request's `PromptImages.delta`.
+    If a chunk begins before the end of its prompt's last image, the step uses no CUDA graphs, and each token has three
+    positions. In other steps, a token has one position: its index plus its request's `PromptImages.delta`.
     """
 
     _has_images = False  # whether a chunk of the step that is prepared begins before the end of an image
@@ -131,7 +131,7 @@ class VisionRunner(BatchRunner):
         self.add_features(["vision"])
 
     def warmup_model(self) -> int:
-        """Leave memory for the tower and for embeddings of images, in addition to the memory of the largest step."""
+        """Leave memory for the largest step, for the tower, and for embeddings of images."""
         return super().warmup_model() - (self._bytes_of_images() if self.device.type == "cuda" else 0)
 
     def _bytes_of_images(self) -> int:
@@ -197,5 +197,5 @@ class VisionRunner(BatchRunner):
 
 
 def vision_runner(base: type[BatchRunner]) -> type[BatchRunner]:
-    """Return a runner class that takes images, for the same device as `base`."""
+    """Return a runner class that takes images. The runner uses the same device as `base`."""
     return type(f"Vision{base.__name__}", (VisionRunner, base), {})

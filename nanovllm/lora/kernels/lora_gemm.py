@@ -1,6 +1,6 @@
-"""Adds the results of low-rank adapters to the results of a linear layer: shrink computes A x, and expand adds B (A x).
+"""Adds the results of low-rank adapters to a linear layer's results. Shrink computes h = A x, and expand adds B h.
 
-For a single row and an unquantized weight, the linear layer's own kernel adds B h, where h = A x.
+If there is a single row and the weight is not quantized, the linear layer's own kernel adds B h.
 
 Rows are grouped by adapter, because a tile multiplies all its rows by the same adapter. This is the segmented GEMM of
 Chen et al., "Punica: multi-tenant LoRA serving" (arXiv:2310.18547).
@@ -26,7 +26,7 @@ MAX_LOOPS = 16
 class RowGroups(NamedTuple):
     """The rows of a step, sorted by slot.
 
-    order: [T] int32, the indices of all rows. Rows without an adapter come first.
+    order: [T] int32, the indices of all rows, sorted by slot. Rows without an adapter come first.
     starts: [slots + 1] int32, the index in `order` where the rows of each slot begin. The last entry is T.
     """
 
@@ -63,10 +63,10 @@ def group_rows(slots: torch.Tensor, num_slots: int) -> RowGroups:
 
 @triton.jit
 def _rows_of_tile(starts_ptr, tile, TILES: tl.constexpr, FIRST: tl.constexpr):
-    """Return a tile's slot, the tile's first index in `RowGroups.order`, and the end index of the slot's rows.
+    """Return a tile's slot, and two indices in `RowGroups.order`: where the tile begins, and where the slot's rows end.
 
-    FIRST is the first slot: 0, or -1 to include the rows without an adapter. A surplus tile gets the number of a slot
-    that does not exist.
+    FIRST is the first slot: 0, or -1 to include the rows without an adapter. If a tile is not needed, the returned slot
+    does not exist.
     """
     PADDED: tl.constexpr = triton.next_power_of_2(TILES.slots - FIRST)
     slots = FIRST + tl.arange(0, PADDED)
@@ -252,7 +252,7 @@ def _shrink(x: torch.Tensor, stack, groups: RowGroups, tiles: LoRATiles) -> torc
 
 
 def _num_row_tiles(num_rows: int, tiles: LoRATiles) -> int:
-    """Return a number of tiles that is enough for every possible grouping of the rows."""
+    """Return how many tiles are enough, however the rows are grouped."""
     return min(num_rows, num_rows // tiles.tile_m + tiles.slots)
 
 

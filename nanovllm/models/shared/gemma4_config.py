@@ -27,9 +27,9 @@ class Gemma4Details(NamedTuple):
 
 
 def read_details(raw: dict, sizes: tuple[int | None, ...], file: Path) -> Gemma4Details:
-    """Return the details of a config.json. `sizes` contains the window of each layer, or None for a full layer.
+    """Return the Gemma4Details of a config.json. `sizes` contains the window of each layer, or None for a full layer.
 
-    Raises ValueError if entries are invalid, or differ between full layers.
+    Raises ValueError if an entry is invalid, or if an entry differs between full layers.
     """
     keys_are_values = check_bool(f"{file}: attention_k_eq_v", raw.get("attention_k_eq_v", False))
     layers = raw.get("per_layer_config")  # transformers 5.24 writes this instead of the entries `global_...`
@@ -63,7 +63,7 @@ def read_details(raw: dict, sizes: tuple[int | None, ...], file: Path) -> Gemma4
 def _read_sources(raw: dict, sizes: tuple[int | None, ...], file: Path) -> tuple[int, ...]:
     """Return `Gemma4Details.sources`.
 
-    The last layers share the cache of the last layer before them that has the same window.
+    The last layers may have no cache. Such layers read the cache of the last layer with a cache and the same window.
     """
     name = f"{file}: num_kv_shared_layers"
     num_own = len(sizes) - check_int(name, raw.get("num_kv_shared_layers", 0), low=0, high=len(sizes))
@@ -74,7 +74,7 @@ def _read_sources(raw: dict, sizes: tuple[int | None, ...], file: Path) -> tuple
 
 
 def max_table_views(raw: dict, details: Windows) -> int:
-    """Return `ModelConfig.max_table_views`. The number of views is also enough for each of several ranks."""
+    """Return `ModelConfig.max_table_views`. The number is large enough for any number of ranks."""
     own = [size for i, size in enumerate(details.sizes) if details.more.sources[i] == i]
     num_full, more = own.count(None), details.more
     ratio = raw["head_dim"] * raw["num_key_value_heads"] / (more.head_dim * more.num_key_value_heads)
@@ -82,7 +82,7 @@ def max_table_views(raw: dict, details: Windows) -> int:
 
 
 def read_moe(raw: dict, file: Path) -> MoEConfig | None:
-    """Return the configuration of the experts next to each MLP, or None if the model has no experts."""
+    """Return the configuration of the experts, or None if the model has no experts."""
     if not check_bool(f"{file}: enable_moe_block", raw.get("enable_moe_block", False)):
         return None
     if raw[HIDDEN_SIZE]:

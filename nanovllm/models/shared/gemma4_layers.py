@@ -22,10 +22,10 @@ def norm_without_weight(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 class PartialQKVLinear(MergedColumnParallelLinear):
-    """Merges some of the query, key and value projections, as QKVParallelLinear does with all of them."""
+    """Like QKVParallelLinear, but without the value projection, or without the key and value projections."""
 
     def __init__(self, config: ModelConfig, parts: str):
-        """`parts` is "qk" for a layer that uses keys as values, or "q" for a layer that reads another layer's cache."""
+        """`parts` is "qk" if the layer uses keys as values, and "q" if the layer reads another layer's cache."""
         self.parts, tp = parts, get_construction().tp
         heads = [config.num_attention_heads] + [config.num_key_value_heads] * (len(parts) - 1)
         divisions = [tp] + [tp.for_heads(n) for n in heads[1:]]
@@ -60,14 +60,14 @@ class Gemma4Router(nn.Module):
         self.per_expert_scale = parameter((config.moe.num_experts,), default_weight_loader)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return weights and expert ids, both [T, top_k], for x [T, hidden_size]."""
+        """Choose experts for x [T, hidden_size]. Return weights and expert ids, both [T, top_k]."""
         logits = self.proj(norm_without_weight(x, self.eps) * self.scale * self.factor)
         weights, expert_ids = route(logits, self.top_k, renormalize=True)
         return weights * self.per_expert_scale[expert_ids], expert_ids
 
 
 class Gemma4ExpertsLayer(Gemma4DecoderLayer):
-    """Adds the outputs of an MLP and of experts. MLP and experts read the same hidden states through separate norms."""
+    """Adds the output of the MLP to the output of experts. MLP and experts have the same input, but separate norms."""
 
     def __init__(self, config: ModelConfig, self_attn: nn.Module, mlp: nn.Module):
         super().__init__(config, self_attn, mlp)
@@ -111,7 +111,7 @@ class Gemma4PerLayer(Gemma4DecoderLayer):
 
 
 class Gemma4PerLayerModel(Qwen3Model):
-    """Wraps the parts of a model, and gives each layer an additional embedding of the tokens."""
+    """Gives each layer of a model an additional embedding of each token."""
 
     def __init__(self, model: Qwen3Model, config: ModelConfig):
         nn.Module.__init__(self)  # the base class would allocate another embedding
@@ -133,7 +133,7 @@ class Gemma4PerLayerModel(Qwen3Model):
         return hidden_states
 
     def layer_embeddings(self, input_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings of token ids [T] for all layers: [T, layers, size]."""
+        """Map token ids [T] to the embeddings of all layers, [T, layers, size]."""
         embedded = self.embed_tokens_per_layer(input_ids).unflatten(1, (self.num_layers, -1))
         projected = self.per_layer_model_projection(hidden_states) * self.factor
         projected = self.per_layer_projection_norm(projected.unflatten(1, (self.num_layers, -1)))

@@ -1,8 +1,8 @@
 """Draft heads, which are decoder layers that predict the model's next hidden states.
 
-Row `p` of a head reads the hidden state at position `p` and the embedding of the token at position `p + 1`. The head
-predicts the token at position `p + 2`, and computes a hidden state that replaces the model's hidden state at position
-`p + 1`.
+Row `p` of a head reads the hidden state at position `p` and the embedding of the token at position `p + 1`. The row
+predicts the token at position `p + 2`. The row also computes a hidden state, which replaces the model's hidden state at
+position `p + 1`.
 """
 
 from pathlib import Path
@@ -53,7 +53,7 @@ class HiddenStates(nn.Module):
 
 
 class Eagle3Layer(Qwen3DecoderLayer):
-    """A decoder layer whose queries, keys and values also depend on the next token's embedding."""
+    """A decoder layer that computes queries, keys and values from a hidden state and the next token's embedding."""
 
     def __init__(self, config: Eagle3Config, rotary_emb: RotaryEmbedding):
         layer = config.layer
@@ -76,8 +76,7 @@ class Eagle3Head(nn.Module):
     """The head of Li et al., "EAGLE-3: scaling up inference acceleration of large language models via training-time
     test" (2025).
 
-    For each token, the head reads hidden states from three of the model's layers. The head's logits cover part of the
-    vocabulary.
+    For each token, the head reads hidden states from three layers of the model. The head's vocabulary may be smaller.
     """
 
     packed_modules_mapping: ClassVar = Qwen3ForCausalLM.packed_modules_mapping
@@ -108,7 +107,7 @@ class Eagle3Head(nn.Module):
         return all_logits.index_copy_(1, self.token_ids, logits)
 
     def map_vocabulary(self, offsets: torch.Tensor, folder: Path) -> None:
-        """Map the head's token `i` to the model's token `i + offsets[i]`.
+        """Set the vocabulary: the head's token `i` is the model's token `i + offsets[i]`.
 
         Raises a ValueError that names `folder` if the offsets are invalid."""
         size, vocab_size = self.config.draft_vocab_size, self.config.layer.vocab_size
@@ -123,8 +122,8 @@ class Eagle3Head(nn.Module):
 class MtpHead(nn.Module):
     """The draft head in checkpoints of Qwen3.5 and Qwen3-Next ("multi-token prediction").
 
-    The head is a full-attention layer that reads the model's final hidden states. The head uses the embedding and the
-    output matrix of the model.
+    The head is one full-attention layer, which reads the model's final hidden states. The embedding and the output
+    matrix belong to the model.
     """
 
     packed_modules_mapping: ClassVar = Qwen3ForCausalLM.packed_modules_mapping

@@ -1,4 +1,4 @@
-"""Hybrid decoders: most layers keep a state (gated delta rule), and the other layers have gated attention.
+"""Hybrid decoders. Most layers have a state (gated delta rule), and the other layers have gated attention.
 
 Each family is a subclass. Families differ in feed-forward layers, and in how checkpoints store projections.
 """
@@ -27,7 +27,7 @@ from nanovllm.vision.vision_config import read_vision
 
 
 class GatedAttention(Qwen3Attention):
-    """Attention whose output is multiplied by the sigmoid of a gate. The qkv projection also computes the gate."""
+    """Multiplies the output of attention by the sigmoid of a gate. The qkv projection also computes the gate."""
 
     def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding):
         super().__init__(config, rotary_emb)
@@ -46,9 +46,10 @@ class GatedAttention(Qwen3Attention):
 class SharedExpertMoE(MoE):
     """A mixture of experts, and a shared expert that every token uses.
 
-    A shared expert with the shape and the weight format of the other experts is the last expert in the stacked weights.
-    The router's weight then also contains the shared expert's gate. The shared expert's parameters are then views of
-    the stacked weights, and loading fills the views. With expert parallelism or adapters, nothing is stacked.
+    If the shared expert has the shape and the weight format of the other experts, it becomes the last expert in the
+    stacked weights. The router's weight then also contains the shared expert's gate. The shared expert's parameters are
+    views of the stacked weights, and loading fills the views. If experts are parallel or have adapters, nothing is
+    stacked.
     """
 
     def __init__(self, config: ModelConfig, layer_index: int):
@@ -83,7 +84,7 @@ class SharedExpertMoE(MoE):
 
 
 class HybridLayer(nn.Module):
-    """A decoder layer like Qwen3DecoderLayer, but with either attention or a GatedDeltaNet.
+    """Like Qwen3DecoderLayer, but with either a GatedAttention or a GatedDeltaNet.
 
     Attributes have the same names as in checkpoints.
     """

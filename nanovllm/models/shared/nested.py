@@ -13,7 +13,7 @@ TOWER_PREFIX = "model.visual."
 
 
 class NestedModel(nn.Module):
-    """Contains a decoder as `language_model`, and optionally a VisionTower as `visual`, as checkpoints do."""
+    """Contains a decoder, `language_model`, and optionally a VisionTower, `visual`. Checkpoints use the same names."""
 
     def __init__(self, language_model: nn.Module):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Families in which some layers attend to a window. Layers with a window have a separate rotary embedding."""
+"""Families in which some layers have a sliding window. Layers with a window have a separate rotary embedding."""
 
 from math import ceil
 from pathlib import Path
@@ -35,11 +35,11 @@ class WindowsForCausalLM(Qwen3ForCausalLM):
 
 
 def read_windows(raw: dict, file: Path, interval: int, local_theta: float | None = None) -> dict:
-    """Return the fields of ModelConfig for layers with a window of `sliding_window` tokens.
+    """Return the fields of ModelConfig that describe windows. A window has `sliding_window` tokens.
 
-    In older checkpoints without `layer_types`, every `interval`-th layer attends to all tokens. Layers with a window
-    ignore `rope_scaling`. The theta of layers with a window comes from `rope_parameters["sliding_attention"]`, else
-    from `local_theta`, else from `rope_theta`.
+    If an older checkpoint has no `layer_types`, every `interval`-th layer attends to all tokens. Layers with a window
+    ignore `rope_scaling`. The theta of these layers comes from `rope_parameters["sliding_attention"]`, else from
+    `local_theta`, else from `rope_theta`.
     """
     num_layers = raw["num_hidden_layers"]
     interval = check_int(f"{file}: sliding_window_pattern", raw.get("sliding_window_pattern", interval), low=1)

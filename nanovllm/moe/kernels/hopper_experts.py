@@ -1,8 +1,8 @@
-"""The Hopper kernel for the second GEMM of moe_gemm.py (after the activation), for many 16-bit rows.
+"""The Hopper kernel for the second GEMM of moe_gemm.py, which follows the activation. x has 16 bits and many rows.
 
 The kernel is written in Gluon. Two warpgroups multiply, one warp loads, two warps store, and one warp looks up tiles.
 
-A tile has 128 rows of one expert (64 for each warpgroup) and 256 outputs. Multiplying a tile takes only 10
+A tile has 128 rows of one expert and 256 outputs. Each warpgroup multiplies 64 rows. Multiplying a tile takes only 10
 microseconds. Meanwhile, other warps store the 64 KiB of the previous tile, and look up the next tile.
 """
 
@@ -53,7 +53,7 @@ def _get(fields, i: gl.constexpr):
 
 @gluon.jit
 def _look_up(table_ptr, num_tiles, num_blocks, lookup):
-    """Run the warp that looks up the next tile while the other warps work on the current tile."""
+    """Run the warp that looks up the next tile. Meanwhile, the other warps work on the current tile."""
     fields, full, empty = lookup
     per_group = GROUP * num_blocks
     use = 0
@@ -109,14 +109,14 @@ def _load(x_tiles, w_tiles, num_blocks, lookup, rings, PLAN: gl.constexpr):
 
 @gluon.jit
 def _load_pairs(pairs_ptr, tile, rows):
-    """Load the pair index (moe_routing.py) of each of a tile's `rows`, or 0 for rows that do not exist."""
+    """Load the pair indices (see moe_routing.py) of a tile's `rows`. A row that does not exist gets 0."""
     expert, _, first_row, end_row = tile
     return gl.load(pairs_ptr + first_row + rows, (first_row + rows < end_row) & (expert >= 0), 0)
 
 
 @gluon.jit
 def _multiply(weights_ptr, pairs_ptr, lookup, rings, out, W: gl.constexpr, PLAN: gl.constexpr):
-    """Run one warpgroup: multiply 64 rows of each tile, and scale the results by the routing weights of their pairs."""
+    """Run one warpgroup: multiply 64 rows of each tile, and scale the results by the rows' routing weights."""
     x_ring, w_ring, full, empty = rings
     out_ring, ready, free = out
     rows = W * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
@@ -202,7 +202,7 @@ def _down_kernel(
 def experts_down(
     x: torch.Tensor, weight: torch.Tensor, rows: ExpertRows, routing: Routing, out: torch.Tensor
 ) -> torch.Tensor:
-    """Multiply each row of x [rows, K] by its expert's weight and its routing weight.
+    """Multiply each row of x [rows, K] by its expert's weight, and scale the result by the row's routing weight.
 
     The results are stored in `out` [top_k, T, N]. `weight` is [experts, N, K], and N is a multiple of 256. The size of
     a row of x or `weight` is a multiple of 16 bytes. The tiles of `rows` have 128 rows.

@@ -1,6 +1,6 @@
-"""The grouped GEMMs of experts with 4-bit weights on Hopper, for any number of tokens, written in Gluon.
+"""Grouped GEMMs for experts with 4-bit weights, written in Gluon for Hopper. Any number of tokens is supported.
 
-hopper_packed_gemm.py explains how a program multiplies. Here, a tile of rows belongs to one expert.
+hopper_packed_gemm.py explains how a program multiplies. In this file, a tile contains rows of one expert.
 """
 
 from typing import NamedTuple
@@ -36,7 +36,7 @@ class ExpertsPlan(NamedTuple):
 
 @gluon.jit
 def _store_rows(out_ptr, sums, routing_ptrs, row, num_rows, rows_of_tile, num_tokens, EXPERTS: gl.constexpr):
-    """Store the sums [64, tokens] of a warpgroup: outputs `row` to `row` + 63, for each row of x in the tile."""
+    """Store a warpgroup's sums [64, tokens], which are outputs `row` to `row + 63` of each row of x in the tile."""
     weights_ptr, pairs_ptr = routing_ptrs
     first_row, end_row = rows_of_tile
     TOKENS: gl.constexpr = sums.shape[1]
@@ -122,7 +122,7 @@ def packed_rows(
 ) -> torch.Tensor:
     """Multiply each row of x by its expert's weight, add the expert's bias, and store the result in `out`.
 
-    x [rows, K] has 16 bits. The rows of x are in the order of `rows`, unless x is a single row that all pairs share.
+    x [rows, K] has 16 bits. The rows of x are in the order of `rows`. If x has a single row, all pairs use this row.
     `weight` is a stack of Packed weights [experts, N, K] with contiguous groups. If `out` is [top_k, T, N], results are
     multiplied by the routing weights. Otherwise, `out` is [rows, N].
     """

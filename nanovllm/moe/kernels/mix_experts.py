@@ -1,4 +1,4 @@
-"""Selects the kernels of a mixture of experts and of the norm before the router, by the number of tokens."""
+"""Selects kernels by the number of tokens: kernels of a mixture of experts, and of the norm before the router."""
 
 from functools import partial
 
@@ -27,7 +27,7 @@ def choose_experts(x, weight, top_k, factors, slot_mapping, router=router_logits
 
 
 def sum_experts(x, experts, weights, expert_ids):
-    """Compute `Experts.forward` for x [T, hidden], with weights and expert ids from any router."""
+    """Compute `Experts.forward` for x [T, hidden]. The weights and expert ids may come from any router."""
     if len(x) == 0:
         return NotImplemented
     if len(x) > MAX_GEMV_TOKENS or not suits_gemv(experts):
@@ -43,7 +43,7 @@ def sum_by_gemm(x, experts, weights, expert_ids, packed=packed_experts):
 
 
 def expert_linear(x, experts, name, expert_ids):
-    """Multiply each row of x [P, inputs] by its expert's weight, as the second GEMM does for `top_k` = 1."""
+    """Multiply each row of x [P, inputs] by its expert's weight. This is the second GEMM with `top_k` = 1."""
     if len(x) == 0:
         return NotImplemented
     is_down, form = name == "down_proj", experts.format
@@ -66,7 +66,7 @@ def suits_gemv(experts) -> bool:
 
 
 def _parts(rows, routing, experts, packed):
-    """Compute the results of each token's experts with grouped GEMMs: [top_k, T, hidden].
+    """Compute the results [top_k, T, hidden] of each token's experts with grouped GEMMs.
 
     `packed` is the function for 4-bit weights.
     """
@@ -80,7 +80,7 @@ def _parts(rows, routing, experts, packed):
 def _by_gemv(x, layer, slot_mapping):
     """Compute the experts with matrix-vector kernels. For a single row, these kernels also compute the norm.
 
-    With 8-bit weights, the norm is separate (scaled_gemv.py explains why).
+    If weights have 8 bits, another kernel computes the norm (scaled_gemv.py explains why).
     """
     gate, experts = layer.gate.weight, layer.experts
     summands = x.summands() if len(x) == 1 else None

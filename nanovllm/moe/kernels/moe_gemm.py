@@ -1,10 +1,10 @@
 """Mixture of experts for many tokens: grouped GEMMs over rows sorted by expert (moe_routing.py).
 
-With 8-bit weights, GPUs with FP8 units quantize the inputs of both GEMMs to e4m3. Other GPUs convert 8-bit weights to
+If weights have 8 bits, GPUs with FP8 units quantize the inputs of both GEMMs to e4m3. Other GPUs convert the weights to
 the dtype of x.
 
-A token has `top_k` results, which are stored separately and added by the next norm. Adding the results here would need
-atomic additions, whose order changes from run to run.
+A token has `top_k` results. The results are stored separately, and the next norm adds them. Adding the results here
+would need atomic additions, whose order changes from run to run.
 """
 
 from typing import NamedTuple
@@ -37,9 +37,10 @@ MAX_SCALED_TILE_M = 64
 
 
 def choose_tile_m(num_pairs: int, num_experts: int, is_scaled: bool = False) -> int:
-    """Return the smallest TILE_M that is at least 1.5 times the mean number of rows per expert, but at most 128.
+    """Return the smallest TILE_M that is at least 1.5 times the mean number of rows per expert. The maximum is 128.
 
-    With smaller tiles, an expert's weights would be read more often. With scales, TILE_M is at most MAX_SCALED_TILE_M.
+    If tiles were smaller, an expert's weights would be read more often. If there are scales, TILE_M is at most
+    MAX_SCALED_TILE_M.
     """
     tile_m = next((size for size in (16, 32, 64) if 2 * size * num_experts >= 3 * num_pairs), 128)
     return min(tile_m, MAX_SCALED_TILE_M) if is_scaled else tile_m
@@ -47,7 +48,7 @@ def choose_tile_m(num_pairs: int, num_experts: int, is_scaled: bool = False) -> 
 
 @triton.jit
 def add_bias(y, bias_ptr, row, is_row):
-    """Add the bias, if there is one, to y [tile_n, tile_m], which contains the outputs `row` [tile_n]."""
+    """Add the bias, if there is one, to y [tile_n, tile_m]. `row` [tile_n] contains the indices of the outputs in y."""
     if bias_ptr is not None:
         y += tl.load(bias_ptr + row, is_row, 0.0).to(tl.float32)[:, None]
     return y
@@ -71,10 +72,10 @@ def _grouped_kernel(
     ACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """In each program, compute `tile_n` outputs of at most TILE_M rows of one expert.
+    """Each program computes `tile_n` outputs of at most TILE_M rows of one expert.
 
-    With IS_GATED, the kernel computes the first GEMM and the activation. In the first GEMM, `x_tiles` is a plain
-    pointer: x is in the order of tokens, so the kernel gathers rows one by one.
+    If IS_GATED, the kernel computes the first GEMM and the activation. In the first GEMM, x is in the order of tokens,
+    so the kernel gathers rows one by one, and `x_tiles` is a plain pointer.
     """
     gdc_launch_and_wait(PDL)
     weights_ptr, pairs_ptr, table_ptr = routing_ptrs
@@ -140,7 +141,7 @@ def grouped_product(
     quantize: bool,
     activation: tuple | None = None,
 ) -> torch.Tensor:
-    """Fill `out` with the result of the first GEMM [rows, size] or the second GEMM [top_k, T, hidden].
+    """Compute the first GEMM into `out` [rows, size], or the second GEMM into `out` [top_k, T, hidden].
 
     The second GEMM needs the rows of x in the order of `rows`.
     """
@@ -186,13 +187,13 @@ def moe_gemm(
     activation: tuple | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute this rank's experts, starting at `first_expert`, for x [T, hidden] with T > 0.
+    """Compute this rank's experts for x [T, hidden]. The rank's first expert is `first_expert`. T must be positive.
 
-    Return `out` [top_k, T, hidden], to be summed over the first dimension. Results of other ranks' experts are not
-    written. `gate_up` is [experts, 2 * size, hidden], and `down` is [experts, hidden, size]. All tensors are
-    contiguous, and the size of a row is a multiple of 16 bytes. Scales of 8-bit weights [experts, N, K] are [experts, N
-    / block rows, K / block columns]. A block has at least 32 columns. With `quantize`, activations are quantized to
-    e4m3. `biases` are [experts, 2 * size] and [experts, hidden].
+    Return `out` [top_k, T, hidden], which the caller sums over the first dimension. Results of other ranks' experts are
+    not written. `gate_up` is [experts, 2 * size, hidden], and `down` is [experts, hidden, size]. All tensors are
+    contiguous, and the size of a row is a multiple of 16 bytes. If an 8-bit weight is [experts, N, K], its scales are
+    [experts, N / block rows, K / block columns]. A block has at least 32 columns. If `quantize` is True, activations
+    are quantized to e4m3. `biases` are [experts, 2 * size] and [experts, hidden].
     """
     is_scaled = isinstance(down, tuple)
     num_local, hidden, size = (down[0] if is_scaled else down).shape
@@ -235,8 +236,8 @@ def sum_local_parts(
 ) -> torch.Tensor:
     """Add up the results [top_k, T, hidden] of this rank's experts. Return the sum [T, hidden] in `out`.
 
-    On a single rank, the next norm adds the results instead. With several ranks, the norm would have to read `top_k`
-    times as much from each rank.
+    If there is a single rank, the next norm adds the results instead. If there are several ranks, the norm would have
+    to read `top_k` times as much from each rank.
     """
     top_k, num_tokens, n = parts.shape
     out = torch.empty_like(parts[0]) if out is None else out

@@ -1,6 +1,6 @@
 """Mixture of experts for a few tokens: matrix-vector multiplications with the chosen experts' weights.
 
-With 8-bit weights, a thread loads LANE adjacent values together, all from the same scale block.
+If weights have 8 bits, a thread loads LANE adjacent values together. These values are in the same scale block.
 """
 
 from typing import NamedTuple
@@ -79,7 +79,7 @@ def _gate_up_gemv_kernel(
 def _down_gemv_kernel(
     h_ptr, w_ptrs, choice_ptrs, out_ptr, first_expert, N, SHAPE: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr
 ):
-    """In each program, compute `tile_n` outputs of a token, summed over the token's experts."""
+    """Each program computes `tile_n` outputs of a token, summed over the token's experts."""
     weights_ptr, ids_ptr = choice_ptrs
     K: tl.constexpr = SHAPE.k
     TILE_K: tl.constexpr = SIZES.tile_k
@@ -104,7 +104,7 @@ def _down_gemv_kernel(
 
 @triton.jit
 def _scales_of_parts(scale_ptr, begin, k, SHAPE: tl.constexpr):
-    """Load the scales [parts] of columns `begin + k`, or return ones if a scale block spans whole rows.
+    """Load the scales [parts] of columns `begin + k`. If a scale block spans whole rows, return ones.
 
     `k` [parts, LANE] comes from `columns_of_parts`.
     """
@@ -121,7 +121,7 @@ def _scales_of_parts(scale_ptr, begin, k, SHAPE: tl.constexpr):
 def _load_parts(ptr, k, is_row, SHAPE: tl.constexpr, TILE_K: tl.constexpr):
     """Load columns `k` [parts, LANE] of weights from pointers [rows, parts, LANE].
 
-    `is_row` [rows] is True for rows that exist, and all other rows are filled with 0.
+    `is_row` [rows] tells which rows exist. All other rows are filled with 0.
     """
     inside = is_row[:, None, None]
     if SHAPE.k % TILE_K > 0:
@@ -131,14 +131,14 @@ def _load_parts(ptr, k, is_row, SHAPE: tl.constexpr, TILE_K: tl.constexpr):
 
 @triton.jit
 def _load_parts_of_x(x_ptr, k, SHAPE: tl.constexpr, TILE_K: tl.constexpr):
-    """Load elements `k` [parts, LANE] of a row as float32 [1, parts, LANE], with 0 outside the row."""
+    """Load elements `k` [parts, LANE] of a row as float32 [1, parts, LANE]. Elements outside the row are 0."""
     x = tl.load(x_ptr + k) if SHAPE.k % TILE_K == 0 else tl.load(x_ptr + k, k < SHAPE.k, 0.0)
     return x.to(tl.float32)[None]
 
 
 @triton.jit
 def _multiply_parts(w, x, scales):
-    """Multiply w [rows, parts, LANE] by x [1, parts, LANE] and `scales` [parts], then sum over LANE."""
+    """Multiply w [rows, parts, LANE] by x [1, parts, LANE] and by `scales` [parts]. Sum the products over LANE."""
     return tl.sum(decode_e4m3(w, tl.float32) * x, 2) * scales[None, :]
 
 
@@ -157,7 +157,7 @@ def _scaled_gate_up_gemv_kernel(
     ACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute the same results as `_gate_up_gemv_kernel`, with 8-bit weights and without a norm."""
+    """Compute `_gate_up_gemv_kernel` for 8-bit weights, but without a norm."""
     gdc_launch_and_wait(PDL)
     w_ptr, scale_ptr = w_ptrs
     pair = tl.program_id(1)
@@ -202,7 +202,7 @@ def _scaled_gate_up_gemv_kernel(
 def _scaled_down_gemv_kernel(
     h_ptr, w_ptrs, choice_ptrs, out_ptr, first_expert, N, SHAPE: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr
 ):
-    """Compute the same results as `_down_gemv_kernel`, with 8-bit weights."""
+    """Compute `_down_gemv_kernel` for 8-bit weights."""
     K: tl.constexpr = SHAPE.k
     TILE_K: tl.constexpr = SIZES.tile_k
     COLUMNS: tl.constexpr = K // SHAPE.block_k
@@ -257,10 +257,11 @@ def moe_gemv(
     out=None,
     activation: tuple | None = None,
 ) -> torch.Tensor:
-    """Compute the experts for x [T, hidden] with T > 0. Return [T, hidden] in `out`, summed over this rank's experts.
+    """Compute this rank's experts for x [T, hidden], where T > 0. Return their sum in `out` [T, hidden].
 
-    This rank's weights, starting at `first_expert`, are `gate_up` [experts, 2 * size, hidden] and `down` [experts,
-    hidden, size]. First, x is normalized by the RMS norm `norm` (weight [hidden], eps). All tensors are contiguous.
+    `gate_up` [experts, 2 * size, hidden] and `down` [experts, hidden, size] are the weights of this rank's experts,
+    from `first_expert` on. `norm` is (weight [hidden], eps) of an RMSNorm, which is applied to x first. All tensors are
+    contiguous.
     """
     (num_tokens, top_k), kernels = routing.expert_ids.shape, (_gate_up_gemv_kernel, _down_gemv_kernel)
     tile = GATE_UP_TILE

@@ -1,7 +1,7 @@
 """Routing for a mixture of experts: chooses the experts of each token, and sorts the rows of the grouped GEMMs.
 
-A *pair* is a token and one of its `top_k` choices, with the index `token * top_k + choice`. In the grouped GEMMs, each
-pair has one row, and rows are sorted by expert. A *tile* is a range of at most TILE_M rows of one expert.
+A *pair* is a token and one of its `top_k` choices. The pair's index is `token * top_k + choice`. In the grouped GEMMs,
+each pair has one row, and rows are sorted by expert. A *tile* is a range of at most TILE_M rows of one expert.
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ TILE_FIELDS = tl.constexpr(3)  # expert or -1, first row, end row
 
 
 class Routing(NamedTuple):
-    """The experts of each token, sorted by descending probability, then by id, with shared experts last."""
+    """The experts of each token, sorted by descending probability, then by id. Shared experts come last."""
 
     weights: torch.Tensor  # [T, top_k] float32
     expert_ids: torch.Tensor  # [T, top_k] int32
@@ -37,7 +37,7 @@ class ExpertRows(NamedTuple):
 
 
 def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Compute x W^T for x [T, K] and the router's weight W [experts, K]. Return summands [split_k, T, experts].
+    """Compute x W^T. x is [T, K], and W is the router's weight [experts, K]. Return summands [split_k, T, experts].
 
     The result is float32 on Hopper, so that experts rarely have equal logits. Other GPUs return the dtype of x.
     """
@@ -71,9 +71,9 @@ class RouteSizes(NamedTuple):
 @dependent_kernel(early=("slot_mapping_ptr",))
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route_kernel(logits_ptr, terms, slot_mapping_ptr, out_ptrs, num_tokens, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """In each program, route `block_t` tokens.
+    """Each program routes `block_t` tokens.
 
-    NaN logits and columns that belong to no expert are treated as -inf, so ids are always valid.
+    NaN logits are treated as -inf. Columns that belong to no expert are also -inf, so ids are always valid.
     """
     bias_ptr, factors_ptr = terms
     weights_ptr, ids_ptr = out_ptrs
@@ -139,13 +139,13 @@ def route(
 ) -> Routing:
     """Choose `top_k` experts for each token by a float32 softmax, and append the `num_shared` shared experts.
 
-    The softmax covers all experts that are not shared. `logits` [split_k, T, experts] contains summands, to be added
-    over the first dimension. T must be positive. `bias` [experts] is added to the sum. Only models without shared
-    experts have a `bias`. With `renormalize`, the weights of the chosen experts add up to 1. Finally, the weights are
-    multiplied by `factors` [experts]. Of experts with equal logits, the expert with the lowest id comes first.
-    `torch.topk` defines no order for equal logits. Tokens with a negative slot are padding. Padding gets the experts of
-    the first token, so that no additional weights are read. Shared experts have the last ids, and their weights are the
-    sigmoids of their logits.
+    The softmax covers all experts that are not shared. `logits` [split_k, T, experts] contains summands, which are
+    added over the first dimension. T must be positive. `bias` [experts] is added to the sum. Only models without shared
+    experts have a `bias`. If `renormalize` is True, the weights of the chosen experts add up to 1. Finally, the weights
+    are multiplied by `factors` [experts]. If experts have equal logits, the lowest id comes first. `torch.topk` defines
+    no order for equal logits. Tokens with a negative slot are padding. Padding gets the experts of the first token, so
+    that no additional weights are read. Shared experts have the last ids, and their weights are the sigmoids of their
+    logits.
     """
     split_k, num_tokens, num_logits = logits.shape
     num_experts, shape = num_logits - num_shared, (num_tokens, top_k + num_shared)
@@ -167,7 +167,7 @@ class SortSizes(NamedTuple):
 
 @triton.jit
 def _load_keys(ids_ptr, pair, num_pairs, first_expert, SIZES: tl.constexpr):
-    """Return keys that sort a share's pairs by expert, then by index, with experts of other ranks last."""
+    """Return keys that order a share's pairs by expert, then by index. Experts of other ranks come last."""
     expert = tl.load(ids_ptr + pair, pair < num_pairs, -1) - first_expert
     is_local = (expert >= 0) & (expert < SIZES.num_experts) & (pair < num_pairs)
     return tl.where(is_local, expert, SIZES.num_experts) * SIZES.share + pair % SIZES.share
@@ -176,7 +176,7 @@ def _load_keys(ids_ptr, pair, num_pairs, first_expert, SIZES: tl.constexpr):
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_pairs", "first_expert"])
 def _count_kernel(ids_ptr, rows_ptr, num_pairs, first_expert, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """In each program, store each expert's first row and its number of rows in one share of the pairs.
+    """Each program stores where each expert's rows begin in one share of the pairs, and how many there are.
 
     The result is [2, bins, shares].
     """
@@ -194,7 +194,7 @@ def _count_kernel(ids_ptr, rows_ptr, num_pairs, first_expert, SIZES: tl.constexp
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_shares"])
 def _scan_kernel(rows_ptr, num_shares, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """In each program, store one expert's total number of rows in the field of the first share.
+    """Each program handles one expert. The expert's number of rows is stored in the field of the first share.
 
     For each share, store how many rows of other shares sort before the share's rows of this expert.
     """
@@ -249,15 +249,15 @@ def _sort_kernel(in_ptrs, out_ptrs, num_pairs, first_expert, num_tiles, tile_m, 
 
 
 def max_tiles(num_pairs: int, num_experts: int, tile_m: int) -> int:
-    """Return the maximum number of tiles: no tile is empty, and only the last tile of each expert can be partial."""
+    """Return the maximum number of tiles. No tile is empty, and only the last tile of each expert can be partial."""
     return min(num_pairs, (num_pairs + num_experts * (tile_m - 1)) // tile_m)
 
 
 def sort_by_expert(expert_ids: torch.Tensor, first_expert: int, num_experts: int, tile_m: int) -> ExpertRows:
-    """Return the rows and tiles of `num_experts` experts, starting at `first_expert`.
+    """Return the rows and tiles of `num_experts` experts. The first of them is `first_expert`.
 
-    `expert_ids` is [T, top_k] int32, with T > 0. An expert's rows are sorted by pair index. The sizes of the results
-    depend only on shapes, so the last entries of `pairs` may stay unwritten.
+    `expert_ids` is [T, top_k] int32. T must be positive. An expert's rows are sorted by pair index. The sizes of the
+    results depend only on shapes, so the last entries of `pairs` may stay unwritten.
     """
     num_pairs, device = expert_ids.numel(), expert_ids.device
     num_tiles = max_tiles(num_pairs, num_experts, tile_m)

@@ -1,7 +1,7 @@
-"""Mixture of experts with 4-bit weights: the grouped GEMMs of moe_gemm.py, for any number of tokens.
+"""Mixture of experts with 4-bit weights: the grouped GEMMs of moe_gemm.py. Any number of tokens is supported.
 
-On Hopper, the GEMMs are Gluon kernels, which read rows sorted by expert. Separate kernels sort the rows of x and
-compute the activation. On other GPUs, the weights are converted for moe_gemm.py if there are many rows.
+On Hopper, the GEMMs are Gluon kernels, which need rows sorted by expert. Separate kernels sort the rows of x and
+compute the activation. On other GPUs, many rows are multiplied by moe_gemm.py, after the weights were converted.
 """
 
 import torch
@@ -43,9 +43,9 @@ def _packed_grouped_kernel(
     ACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """In each program, compute `tile_n` outputs of at most `tile_m` rows of one expert.
+    """Each program computes `tile_n` outputs of at most `tile_m` rows of one expert.
 
-    With IS_GATED, the kernel computes the first GEMM and the activation, and x is in the order of tokens.
+    If IS_GATED, the kernel computes the first GEMM and the activation. x is then in the order of tokens.
     """
     gdc_launch_and_wait(PDL)
     weights_ptr, pairs_ptr, table_ptr = routing_ptrs
@@ -86,7 +86,7 @@ def grouped_packed_product(
     out: torch.Tensor,
     activation=None,
 ) -> torch.Tensor:
-    """Fill `out` with the result of the first GEMM [rows, size] or the second GEMM [top_k, T, hidden]."""
+    """Compute the first GEMM into `out` [rows, size], or the second GEMM into `out` [top_k, T, hidden]."""
     (num_tokens, top_k), n, is_gated = routing.weights.shape, out.shape[-1], out.dim() == 2
     pointers, shape = packed_operands(weight, x.dtype, tiles)
     operands = x, pointers, bias, (routing.weights, rows.pairs, rows.table), out, num_tokens, n
@@ -119,7 +119,7 @@ def _activate_kernel(x_ptr, out_ptr, N: tl.constexpr, ACT: tl.constexpr, BLOCK: 
 
 
 def _sorted_rows(x: torch.Tensor, rows: ExpertRows, top_k: int) -> torch.Tensor:
-    """Return the rows of x [T, hidden] in the order of `rows`: [T * top_k, hidden]. A single row stays as it is."""
+    """Return a tensor [T * top_k, hidden]: the rows of x [T, hidden] in the order of `rows`. If T is 1, return x."""
     if len(x) == 1:
         return x
     num_pairs, hidden = len(rows.pairs), x.shape[1]
@@ -160,7 +160,7 @@ def _by_hopper_kernels(
 def _with_converted_weights(
     x: torch.Tensor, routing: Routing, gate_up, down, first_expert: int, biases: tuple, activation
 ) -> torch.Tensor:
-    """Convert weights to the dtype of x, a few experts at a time, so that the converted weights fit into a buffer."""
+    """Compute `moe_gemm` with converted weights. Few experts' weights are converted at a time, to fit into a buffer."""
     num_local, hidden, _ = down.words.shape
     out = x.new_empty(routing.weights.shape[1], len(x), hidden)
     step = max(1, MAX_CONVERTED_BYTES // (3 * hidden * down.k * x.itemsize))

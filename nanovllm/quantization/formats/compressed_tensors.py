@@ -1,6 +1,6 @@
 """Reads the format compressed-tensors.
 
-Weights have 8 bits or 4 bits. FP8 weights have a scale per output, per block or per matrix. 4-bit weights are integers,
+Weights have 8 bits or 4 bits. FP8 weights have one scale for each output, block or matrix. 4-bit weights are integers,
 MXFP4 or NVFP4.
 """
 

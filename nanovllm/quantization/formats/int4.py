@@ -1,4 +1,4 @@
-"""Implements `quantization="int4"`: weights are rounded to 4-bit integers, with a scale and a zero point per group."""
+"""Implements `quantization="int4"`: weights become 4-bit integers. Each group has a scale and a zero point."""
 
 from nanovllm.quantization.packed import PackedScheme
 from nanovllm.quantization.quant_config import ALL, QuantConfig

@@ -1,7 +1,7 @@
-"""Implements `quantization="int8"`: weights are 8-bit integers with a scale per output.
+"""Implements `quantization="int8"`: weights become 8-bit integers. Each output has a scale.
 
-Activations are not quantized. To add a format, start from this module: loaders and kernels work for all 8-bit values
-with scales.
+Activations are not quantized. This module is a good start for a new format: loaders and kernels support any 8-bit
+values with scales.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Converts 8-bit weights to the dtype of the activations, for GEMMs that can't use 8-bit weights."""
+"""Converts 8-bit weights to the dtype of the activations. Some GEMMs can't read 8-bit weights."""
 
 import torch
 import triton

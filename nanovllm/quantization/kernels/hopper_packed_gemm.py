@@ -1,12 +1,13 @@
-"""Computes y = x W^T with 4-bit W on Hopper for up to 512 rows, written in Gluon.
+"""Computes y = x W^T with 4-bit W and up to 512 rows of x. The kernel is written in Gluon for Hopper.
 
 packed.py defines the layout of W. A block has 128 inputs. One warp loads blocks, and each of two warpgroups multiplies
-64 rows of W by all tokens of a tile. The two warpgroups multiply either different rows of W, or alternate blocks of the
-same rows. If the warpgroups share rows, more programs run, which keeps all multiprocessors busy even with few tokens.
+64 rows of W by all tokens of a tile. The two warpgroups multiply different rows of W, or they share rows and take turns
+at the blocks. If warpgroups share rows, more programs run, which keeps all multiprocessors busy even if there are few
+tokens.
 
-A warpgroup converts the weights in registers, because the first operand of its matmuls is in registers. A warpgroup
-converts the second half of a block while the tensor cores multiply the first half. Each thread converts the codes that
-it has loaded.
+The first operand of a warpgroup's matmuls is in registers, so weights are converted in registers. A warpgroup converts
+the second half of a block while the tensor cores multiply the first half. Each thread converts the codes that it has
+loaded.
 """
 
 from typing import NamedTuple
@@ -94,10 +95,10 @@ def load_blocks(tiles, rings, at, steps, PLAN: gl.constexpr):
 
 @gluon.jit
 def _factors(w_ptrs, n, block, dtype: gl.constexpr, PLAN: gl.constexpr):
-    """Load the scales of a block's groups for rows `n` of W, and the numbers that the conversion adds to the codes.
+    """Load the scales of a block's groups for rows `n` of W. Also load the numbers that are added to the codes.
 
-    If the last block has fewer groups, the missing groups get scales of 0. For a `block` after the last, return the
-    factors of the last block.
+    If the last block has fewer groups, the scales of missing groups are 0. If `block` is after the last block, return
+    the last block's factors.
     """
     GROUPS: gl.constexpr = PLAN.groups
     LAST: gl.constexpr = (PLAN.weight.groups - 1) // GROUPS * GROUPS
@@ -143,12 +144,12 @@ def _weights(words, factors, HALF: gl.constexpr, dtype: gl.constexpr, PLAN: gl.c
 
 @gluon.jit
 def multiply_blocks(rings, sharing, w_ptrs, row, end_row, blocks, G: gl.constexpr, PLAN: gl.constexpr):
-    """Return the sums [64, tokens] of a warpgroup. If warpgroups share rows, only the first warpgroup has valid sums.
+    """Return a warpgroup's sums [64, tokens]. If warpgroups share rows, only the first warpgroup has valid sums.
 
-    `row` is the program's first row of W. `end_row` is the end of the rows that may be read.
+    The program begins at row `row` of W. Rows from `end_row` on must not be read.
 
-    Warpgroups with the same rows use different buffers. If two warpgroups shared a buffer, a waiting warpgroup could
-    miss its turn, because every second use of the buffer has the same parity.
+    If warpgroups share rows, they use different buffers. In a common buffer, every second use would have the same
+    parity, so a waiting warpgroup could miss its turn.
     """
     words_ring, xs, full, empty = rings
     block, steps = blocks
@@ -211,7 +212,7 @@ def _multiply(out_ptr, rings, sharing, w_ptrs, at, sizes, G: gl.constexpr, PLAN:
 
 @gluon.jit
 def allocate(words_tiles, x_tiles, PLAN: gl.constexpr):
-    """Return the rings of buffers with their barriers, and the shared memory for sums of warpgroups that share rows."""
+    """Return rings of buffers with barriers, and shared memory for the sums of warpgroups that share rows."""
     STAGES: gl.constexpr = PLAN.stages
     gl.static_assert(STAGES % PLAN.k_groups == 0)  # see `multiply_blocks`
     ROW_GROUPS: gl.constexpr = PLAN.row_groups
@@ -255,7 +256,7 @@ def _packed_gemm_kernel(
 
 
 def plan_of(weight, dtype: torch.dtype, tile: HopperTile) -> tuple[tuple, Plan]:
-    """Return the pointers of a Packed weight, and the plan of a kernel that multiplies by this weight."""
+    """Return the pointers of a Packed weight, and a plan for the kernel that multiplies by the weight."""
     pointers, shape = packed_operands(weight, dtype)
     groups, row_groups = max(1, BLOCK.value // shape.group_size), tile.outputs // ROWS.value
     exponents = 0, 0
@@ -270,7 +271,7 @@ def plan_of(weight, dtype: torch.dtype, tile: HopperTile) -> tuple[tuple, Plan]:
 
 
 def hopper_packed_gemm(x: torch.Tensor, weight, tile: HopperTile, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute `packed_gemm` [split_k, M, N] for 16-bit x [M, K] and a Packed weight [N, K] with contiguous groups."""
+    """Compute `packed_gemm` [split_k, M, N]. x [M, K] has 16 bits. The weight [N, K] has contiguous groups."""
     m, n = len(x), len(weight.words)
     out = torch.empty((tile.split_k, m, n), dtype=x.dtype, device=x.device) if out is None else out
     pointers, plan = plan_of(weight, x.dtype, tile)

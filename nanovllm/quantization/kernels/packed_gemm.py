@@ -1,7 +1,7 @@
-"""Computes y = x W^T with 4-bit W for any number of rows, or converts W to the dtype of the activations.
+"""Computes y = x W^T with 4-bit W, for any number of rows. Also converts W to the dtype of the activations.
 
-packed.py defines the layout of W. A tile of 16 words from each row of W contains eight slices of 16 adjacent inputs.
-`tl.dot` multiplies one slice at a time, so that threads need not exchange codes.
+packed.py defines the layout of W. A tile contains 16 words of each row of W. These words consist of eight slices of 16
+adjacent inputs. `tl.dot` multiplies one slice at a time, so that threads need not exchange codes.
 """
 
 from functools import cache
@@ -46,7 +46,7 @@ class PackedShape(NamedTuple):
 
 @cache
 def assembly_of(is_e2m1: bool, dtype: torch.dtype, is_scaled_later: bool = False) -> tuple[str, ...]:
-    """For each slice of a tile, return the instructions that convert the slice.
+    """Return a list with the instructions that convert each slice of a tile.
 
     There are half as many instructions as the compiler would use.
 
@@ -54,7 +54,7 @@ def assembly_of(is_e2m1: bool, dtype: torch.dtype, is_scaled_later: bool = False
     `prmt` combines halves of both words, so that the next instructions extract both codes together. The bits of an
     integer replace the last bits of 128 (bfloat16) or 1024 (float16), and $3 subtracts this number again. The bits of
     an e2m1 number become the bits of a number with a smaller exponent. The new number is then multiplied by a power of
-    two. With `is_scaled_later`, the caller multiplies by the power of two.
+    two. If `is_scaled_later` is True, the caller multiplies by this power of two.
     """
     is_half = dtype == torch.float16
     kind = "f16x2" if is_half else "bf16x2"
@@ -82,7 +82,7 @@ def assembly_of(is_e2m1: bool, dtype: torch.dtype, is_scaled_later: bool = False
 
 @triton.jit
 def _slice(words, zeros, j: tl.constexpr, dtype: tl.constexpr, SHAPE: tl.constexpr):
-    """Return slice j of a tile of words [rows, WORDS]: values minus zero points, in `dtype`."""
+    """Return slice j of a tile of words [rows, WORDS]. The result contains values minus zero points, in `dtype`."""
     if len(SHAPE.assembly) > 0:
         if SHAPE.is_e2m1:
             summand = tl.full([1, 1], 0.0, dtype)
@@ -132,9 +132,9 @@ def _scales_and_zeros(w_ptrs, row, is_row, first_k, SHAPE: tl.constexpr):
 
 @triton.jit
 def add_packed_product(acc, x_ptr, x_row, is_x_row, w_ptrs, row, is_row, first, end, SHAPE: tl.constexpr):
-    """Return acc [tile_n, tile_m] + W x^T over the words from `first` to `end`, for rows `row` of W and `x_row` of x.
+    """Return acc + W x^T over words `first` to `end`, which is [tile_n, tile_m]. `row` and `x_row` are rows of W and x.
 
-    `w_ptrs` points to words, scales, zero points, row factors (which the caller applies), and the group of each input.
+    `w_ptrs` points to words, scales, zero points, row factors, and group ids. The caller applies the row factors.
     """
     IS_CONTIGUOUS: tl.constexpr = w_ptrs[4] is None
     GROUPS: tl.constexpr = INPUTS // SHAPE.group_size if IS_CONTIGUOUS and SHAPE.group_size < INPUTS else 1  # per tile
@@ -210,7 +210,7 @@ WHOLE = Tiles(64, INPUTS.value, 1, 4)
 
 
 def packed_operands(weight, dtype: torch.dtype, tiles: Tiles = WHOLE, split_k: int = 1) -> tuple[tuple, PackedShape]:
-    """Return the pointers and constants of a weight for a kernel that converts the weight to `dtype`."""
+    """Return the pointers and constants that a kernel needs to convert a weight to `dtype`."""
     words, scales, zeros, row_scales, group_ids = weight[:5]
     (*_, num_words), groups, is_e2m1 = words.shape, scales.shape[-1], weight.codes == "e2m1"
     has_assembly = words.is_cuda and dtype != torch.float32
@@ -227,7 +227,7 @@ def packed_operands(weight, dtype: torch.dtype, tiles: Tiles = WHOLE, split_k: i
 def packed_tiles(num_rows: int) -> Tiles:
     """Return the tile sizes for x with `num_rows` rows.
 
-    For few rows, a program has one warp, which needs no barriers. For more rows, wider tiles read x less often.
+    If there are few rows, a program has one warp, which needs no barriers. Otherwise, wide tiles read x less often.
     """
     tile_m = min(LARGE_TILE_M, max(FEW_ROWS, triton.next_power_of_2(num_rows)))
     if tile_m <= 16:
@@ -238,7 +238,7 @@ def packed_tiles(num_rows: int) -> Tiles:
 def packed_gemm(
     x: torch.Tensor, weight, split_k: int = 1, out: torch.Tensor | None = None, tiles: Tiles | None = None
 ) -> torch.Tensor:
-    """Return summands [split_k, M, N] of x W^T in `out`, for x [M, K] and a Packed weight [N, K], all contiguous."""
+    """Return summands of x W^T in `out` [split_k, M, N]. x [M, K] and the Packed weight [N, K] are contiguous."""
     m, n = len(x), len(weight.words)
     out = torch.empty((split_k, m, n), dtype=x.dtype, device=x.device) if out is None else out
     tiles = tiles or packed_tiles(m)

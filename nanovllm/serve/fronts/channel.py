@@ -2,7 +2,7 @@
 
 A message contains all news since the previous message.
 
-This module does not import PyTorch, so the engine's process can start the fronts before importing PyTorch.
+This module does not import PyTorch, so the engine's process can start fronts before it imports PyTorch.
 """
 
 import socket
@@ -17,7 +17,7 @@ from nanovllm.serve.replicas.messages import Final, NewRequest
 
 
 class FromFront(Struct, array_like=True):
-    """A message from a front. Without a `problem`, the first message means that the front accepts connections.
+    """A message from a front. If the first message has no `problem`, the front accepts connections.
 
     requests: pairs (id, encoded request). Each request is encoded separately, so that a broken request does not affect
         other requests.
@@ -34,7 +34,7 @@ class FromFront(Struct, array_like=True):
 class FromEngine(Struct, array_like=True):
     """A message from the engine. The first message is empty, and means that the engine has started.
 
-    errors: triples (request id, class name of the error, error message).
+    errors: triples (request id, name of the error's class, error message).
     results: triples (call number, result, error message or "").
     failure: the error that has ended the engine.
     """
@@ -60,7 +60,7 @@ def encode_request(new: NewRequest) -> tuple[int, bytes]:
 class Channel:
     """One end of a socket pair.
 
-    One thread may receive while other threads send. `close` makes the calls of all threads fail.
+    One thread may receive while other threads send. After `close`, the calls of all threads fail.
     """
 
     def __init__(self, end: socket.socket):

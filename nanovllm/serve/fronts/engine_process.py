@@ -42,8 +42,8 @@ BLOCKED = signal.SIGINT, signal.SIGTERM  # signals that are blocked while a fron
 class FrontPlan(NamedTuple):
     """What a front must know to start.
 
-    num_live: the number of live answers of each front, in shared memory. The sum over all fronts is limited, but may
-        exceed the limit slightly if several fronts accept requests at the same instant.
+    num_live: how many live answers each front has, in shared memory. The total is limited. If several fronts accept
+        requests at the same instant, the total may exceed the limit slightly.
     listener: the listening socket, or `None` if each front opens a socket at the address in `settings`.
     """
 
@@ -65,7 +65,7 @@ def make_plan(
 
 
 def run_front(plan: FrontPlan, index: int, end: socket.socket) -> None:
-    """Run a front in this process. Ctrl-C reaches only the engine's process, which then lets the fronts drain."""
+    """Run a front in this process. The engine's process handles Ctrl-C, and then lets the fronts drain."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a terminal may send it if a background group writes its log
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # also drops a SIGINT that arrived while it was blocked
@@ -90,7 +90,7 @@ def _signals_blocked() -> Iterator[None]:
 class Fronts:
     """The fronts of an engine.
 
-    If a front ends, the front's requests are dropped, and the front restarts. Other fronts keep running.
+    If a front ends, its requests are dropped, and it restarts. Other fronts continue to run.
     """
 
     def __init__(self, plan: FrontPlan):
@@ -114,8 +114,8 @@ class Fronts:
 
         make_session: creates the session that serves a front over its channel.
 
-        If a front does not start, raises ValueError with the front's reason, or RuntimeError if the front gives no
-        reason.
+        If a front does not start, raises a ValueError that contains the front's reason. If there is no reason, raises
+        RuntimeError.
         """
         self._make_session, self._has_engine = make_session, True
         for index, (channel, _) in self._starting.items():
@@ -147,7 +147,7 @@ class Fronts:
         self._starting[index] = channel, until
 
     def _turn(self, max_failures: int) -> None:
-        """Wait a short time for fronts that become ready or end, and handle these events."""
+        """Wait a short time for news from fronts: a front is ready, or a front has ended. Handle the news."""
         channels = [channel.fileno() for channel, _ in self._starting.values()]
         changed = wait([*channels, *(process.sentinel for process in self._processes.values())], TURN_SECONDS)
         for index, (channel, deadline) in [*self._starting.items()]:
@@ -202,7 +202,7 @@ class Fronts:
                 process.terminate()
 
     def join(self, seconds: float) -> None:
-        """Wait up to `seconds` (less after a second Ctrl-C) for the fronts to end, then kill the remaining fronts."""
+        """Wait up to `seconds` until the fronts end, then kill the rest. A second Ctrl-C shortens the wait."""
         end = monotonic() + seconds
         while any(process.is_alive() for process in self._processes.values()) and monotonic() < min(
             end, self._deadline
@@ -224,7 +224,7 @@ def serve_by_fronts(
     """Serve until SIGTERM, Ctrl-C or an engine failure, and return the exit status of the process.
 
     listener: the socket that has reserved the address.
-    prepare: called before the model is loaded, while the fronts start.
+    prepare: called while the fronts start, before the model is loaded.
     on_start: called once the fronts listen.
     """
     with tempfile.TemporaryDirectory() as folder:  # for the fronts' metrics, which are summed

@@ -1,4 +1,4 @@
-"""Runs a front: a process that serves HTTP, tokenizes and detokenizes for an engine in another process."""
+"""Runs a front, which is a process that serves HTTP, tokenizes and detokenizes. The engine is in another process."""
 
 import asyncio
 import itertools
@@ -39,7 +39,7 @@ IDS_PER_FRONT = 2**40  # so that request ids are unique among all fronts of an e
 
 
 class FrontRequest(ReplicaRequest):
-    """A request that the engine's process computes. The front detokenizes unless the engine needs the text."""
+    """A request that the engine's process computes. The front detokenizes, unless the engine needs the text."""
 
     def __init__(self, request: Any, name: str):
         super().__init__(request, lambda ended: None, name)
@@ -163,7 +163,7 @@ class FrontClient(EngineClient):
     def _receive(self) -> None:
         """Process all messages that have arrived.
 
-        Each stream gets one piece, even if the messages cover several steps.
+        Each stream gets one piece, even if the messages come from several steps.
         """
         self._is_told = False
         self._has_started.set()

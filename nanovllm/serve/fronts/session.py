@@ -19,7 +19,7 @@ logger = logging.getLogger("nanovllm")
 
 
 class Session(Replica):
-    """Serves the requests of one front, with one thread for the front's messages and another for outputs and errors."""
+    """Serves one front. One thread reads the front's messages. Another thread sends outputs and errors."""
 
     orders_by_id = False  # ids of several fronts do not show which request came first, so the engine sets the order
 
@@ -70,7 +70,7 @@ class Session(Replica):
         return request
 
     def _decoded(self, requests: Iterable[tuple[int, bytes]]) -> Iterator[NewRequest]:
-        """Yield the requests that can be decoded, and report errors for the remaining requests."""
+        """Yield the requests that can be decoded. Report errors for the others."""
         for request_id, data in requests:
             try:
                 yield decode_request(data)
@@ -95,7 +95,7 @@ class Session(Replica):
                 self._on_failure()
 
     def _send_singly(self, message: FromEngine) -> None:
-        """Send a message's outputs one by one, because the whole message can't be encoded.
+        """Send a message's outputs one by one, after the whole message could not be encoded.
 
         An output that can't be encoded becomes an error.
         """

@@ -1,4 +1,4 @@
-"""Runs several engines as Ray actors. Callers use the engines through one Python object or one HTTP address.
+"""Runs several engines as Ray actors. Callers use one Python object or one HTTP address for all engines.
 
 README.md in this folder explains the design.
 """

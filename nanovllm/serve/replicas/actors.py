@@ -30,7 +30,7 @@ MAX_UNREAD_REPORTS = 4  # with this many, the replica waits, and its next report
 
 
 def connect() -> bool:
-    """Join the cluster at RAY_ADDRESS, or start one on this machine. Return False if Ray was already initialized."""
+    """Join the cluster at RAY_ADDRESS, or start one on this machine. If Ray was already initialized, return False."""
     if ray.is_initialized():
         return False
     # the default is "local", because without an address, Ray joins the latest cluster that anybody started on this
@@ -41,12 +41,12 @@ def connect() -> bool:
 
 
 def disconnect() -> None:
-    """Stop the cluster that `connect` started, or leave the cluster that `connect` joined."""
+    """Undo `connect`: stop the cluster if `connect` has started it, else leave the cluster."""
     ray.shutdown()
 
 
 def check_node() -> None:
-    """Raise ClusterDeadError if this machine's raylet, the Ray process that starts actors, has ended."""
+    """Raise ClusterDeadError if this machine's raylet has ended. (The raylet is the Ray process that starts actors.)"""
     node_id = ray.get_runtime_context().get_node_id()
     if not any(node["Alive"] for node in ray.nodes() if node["NodeID"] == node_id):
         raise ClusterDeadError("Ray has ended on this machine (its raylet is gone), so no replica can be started")
@@ -56,8 +56,8 @@ def needs_of(settings: dict[str, Any], actor_options: dict[str, Any], num_replic
     """Return the Ray options of a replica's actor.
 
     The options reserve one GPU for each rank, or one CPU for each rank of a CPU engine. The actor starts the processes
-    of its ranks. Ray reserves all resources of an actor on one node. Replicas therefore need no placement groups, which
-    could be left behind. Raises ValueError if the cluster is too small, because Ray would wait forever for more nodes.
+    of its ranks. Ray reserves all resources of an actor on one node, so replicas need no placement groups. (These could
+    be left behind.) Raises ValueError if the cluster is too small, because Ray would wait forever for more nodes.
     """
     device, num_ranks = settings.get("device", "auto"), settings.get("tensor_parallel_size", 1)
     if device not in ("auto", "cpu", "cuda"):
@@ -100,7 +100,7 @@ class ReplicaProcess(Replica):
 
 
 class ActorHandle:
-    """A `Handle` for a Ray actor. The actor's methods run one at a time, in call order, except for `reports`."""
+    """A `Handle` for a Ray actor. Except for `reports`, the methods run one at a time, in the order of the calls."""
 
     def __init__(self, replica_class: type, options: dict[str, Any], model: str, settings: dict[str, Any]):
         self._options, self._model, self._settings = options, model, settings
@@ -133,7 +133,7 @@ class ActorHandle:
         return getattr(self._actor, method).remote(*arguments)
 
     def kill(self) -> None:
-        """Kill the actor. The engine's other ranks end when they lose their parent process."""
+        """Kill the actor. The engine's other ranks end when their parent process has ended."""
         with suppress(ray.exceptions.RayError):  # the whole cluster may be gone
             ray.kill(self._actor)
 

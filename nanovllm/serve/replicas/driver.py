@@ -1,4 +1,4 @@
-"""Checks and tokenizes requests as an engine does, but without loading the model."""
+"""Checks and tokenizes requests as an engine does. The model is not loaded."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ ANSWERS_PER_SEQ = 2  # a replica gets at most this many times `max_num_seqs` ans
 
 
 def make_processor(model: str, settings: dict[str, Any], first_request_id: int = 0) -> InputProcessor:
-    """Create the InputProcessor of `LLM(model, **settings)` without a GPU or weights.
+    """Create the InputProcessor of `LLM(model, **settings)`. No GPU and no weights are needed.
 
     Raises the same errors as `LLM`.
     """
@@ -22,5 +22,5 @@ def make_processor(model: str, settings: dict[str, Any], first_request_id: int =
 
 
 def absolute_path(path: str) -> str:
-    """Return the absolute path of a folder, because actors may run in another folder. Return a hub id unchanged."""
+    """Return a folder's absolute path, because actors may run in another folder. Return a hub id unchanged."""
     return str(Path(path).expanduser().absolute()) if Path(path).expanduser().is_dir() else path

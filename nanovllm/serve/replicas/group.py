@@ -1,4 +1,4 @@
-"""Distributes requests to a group of replicas in one event loop, and restarts lost replicas."""
+"""Distributes requests to a group of replicas, and restarts lost replicas. Everything runs in one event loop."""
 
 import asyncio
 import logging
@@ -21,20 +21,20 @@ RESTART_TIMEOUT = 1800.0
 
 
 class ReplicaGroup:
-    """Sends each request to a replica that the router chooses. Requests wait while no replica can take more requests.
+    """Sends requests to replicas, which the router chooses. Requests wait while no replica can take more requests.
 
-    Only the thread of one event loop may call the group's methods. Requests that arrive for a replica within one
-    iteration of the loop are sent in one message.
+    Only the thread of one event loop may call the group's methods. If several requests for a replica arrive within one
+    iteration of the loop, one message contains all of them.
 
-    A replica is lost if its process, GPU or host fails, or if a step raises an error. While the group restarts a lost
-    replica, other replicas compute the requests of the lost replica. A request fails if it can't be queued, or if
-    MAX_FAILURES replicas were lost while computing it. If MAX_FAILURES - 1 replicas were lost while computing a
-    request, the request itself may be the cause. Such a request is called a poison request, and runs alone on a
-    replica. Poison requests run one at a time.
+    A replica is lost if its process, GPU or host fails, or if a step raises an error. While a lost replica restarts,
+    other replicas compute its requests. A request fails if it can't be queued, or if MAX_FAILURES replicas were lost
+    while they computed it. If MAX_FAILURES - 1 replicas were lost while they computed a request, the request itself may
+    be the cause. Such a request is called a poison request, and runs alone on a replica. Poison requests run one at a
+    time.
 
-    A replica is not restarted after MAX_FAILURES consecutive losses. A loss during a poison request is not counted as a
-    loss of the replica. The count of losses starts again when the replica finishes a request, or after a few minutes of
-    uptime. If no replica is left, every request fails with an EngineDeadError that states the cause of the last loss.
+    A replica is not restarted after MAX_FAILURES consecutive losses. Losses during poison requests are not counted. The
+    count is reset when the replica finishes a request, or when it has run for a few minutes. If no replica is left,
+    every request fails with an EngineDeadError that states the cause of the last loss.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ReplicaGroup:
         max_answers: the maximum number of answers that a replica computes at a time.
         block_size: the number of tokens in a cache block of the replicas.
         router: chooses a replica for each request; `None` selects a PrefixRouter.
-        restart_timeout: seconds until a restart counts as failed, including the wait for a GPU or a host.
+        restart_timeout: seconds until a restart has failed. This time includes the wait for a GPU or a host.
         """
         self.replicas = [ReplicaState(i) for i in range(num_replicas)]
         self.error: Exception | None = None  # the error that ended the group
@@ -152,7 +152,7 @@ class ReplicaGroup:
         return sum(replica.is_ready for replica in self.replicas)
 
     async def stats(self) -> list[dict[str, Any] | None]:
-        """Return `LLM.stats()` and `restarts` for each replica, or None for a replica that does not answer in time."""
+        """Return `LLM.stats()` and `restarts` of each replica, or None if it does not answer in time."""
         return [*await asyncio.gather(*[replica.stats() for replica in self.replicas])]
 
     # -- where requests are computed -----------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ class ReplicaGroup:
             self._assign(request, self.replicas[self._router.choose(request.prompt_token_ids, loads)])
 
     def _dispatch_poison_request(self) -> None:
-        """Reserve the least loaded replica for a poison request, and send the request once the replica is idle."""
+        """Reserve the least loaded replica for a poison request. Send the request when the replica is idle."""
         reserved = next((replica for replica in self.replicas if replica.poison_request is not None), None)
         ready = [replica for replica in self.replicas if replica.is_ready]
         if reserved is None and self._poison_requests and ready:
@@ -273,7 +273,7 @@ class ReplicaGroup:
         self._dispatch()
 
     def _move_requests(self, replica: ReplicaState, error: Exception) -> None:
-        """Put the requests of a lost replica back into the queue, in the order of submission."""
+        """Put a lost replica's requests back into the queue, in the order of submission."""
         if replica.handle is not None:
             replica.handle.kill()
         replica.handle, replica.is_ready, replica.to_send = None, False, []

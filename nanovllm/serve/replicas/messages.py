@@ -1,6 +1,6 @@
-"""Defines the messages between the driver (the caller's process or the server) and a replica.
+"""Defines messages between a replica and the driver, which is the caller's process or the server.
 
-A message is a pickle of tuples. Ray passes bytes on unchanged, but has a slower serializer for other objects.
+A message is a pickle of tuples, because Ray sends bytes unchanged. For other objects, Ray has a slower serializer.
 """
 
 import pickle
@@ -24,14 +24,14 @@ class NewRequest(NamedTuple):
     """A request for a replica, with the driver's request id.
 
     prompt_index: the index of the prompt in the call that submitted it.
-    kind: DELTA if the replica sends answers piece by piece as they grow.
+    kind: DELTA if the replica sends answers in pieces.
     noise_seeds: the noise seed of each answer.
-    generated: for each answer, the tokens that the caller has already received from a lost replica. These tokens are
-        not sampled again.
+    generated: the tokens of each answer that the caller has received from a lost replica. These tokens are not sampled
+        again.
     beams: the parameters of a beam search; `None` for other requests.
     pooling: the parameters of a request for a vector; `None` for other requests.
     lora_request: the adapter, if any.
-    images: the images of the prompt, whose placeholders are in `token_ids`.
+    images: the images of the prompt. The images' placeholders are in `token_ids`.
     """
 
     request_id: int
@@ -58,10 +58,10 @@ class NewRequest(NamedTuple):
 
 
 class Final(NamedTuple):
-    """The result of a finished request. `answers` is empty if the answers were sent as deltas.
+    """The result of a finished request. If the answers were sent as deltas, `answers` is empty.
 
-    seconds: the seconds from the request's arrival at the replica to its first scheduling, its first token and its end.
-        The message contains durations instead of times, because the clocks of two machines differ.
+    seconds: three durations, from the request's arrival at the replica to its first scheduling, its first token and its
+        end. Times would be useless, because the clocks of two machines differ.
     data: the bytes of a vector's float32 numbers; `None` for generated answers, and for an aborted request.
     """
 
@@ -74,7 +74,7 @@ class Final(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Everything that has happened to a replica's requests since the previous report."""
+    """All news about a replica's requests since the previous report."""
 
     deltas: list[StreamEvent]
     finals: list[Final]
@@ -129,7 +129,7 @@ def make_final(
 
 
 def _portable(error: Exception) -> Exception:
-    """Return the error if it can be pickled, else a RuntimeError with its text."""
+    """Return the error if it can be pickled. Otherwise, return a RuntimeError with the same text."""
     try:
         return pickle.loads(pickle.dumps(error))
     except Exception:

@@ -1,4 +1,4 @@
-"""Defines `NanoVLLM`, which makes an engine a stage of a `ray.data` pipeline."""
+"""Defines `NanoVLLM`, a stage of a `ray.data` pipeline that runs an engine."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ from nanovllm.serve.prompt_lanes import tokens_prompt
 class NanoVLLM:
     """`ds.map_batches(NanoVLLM, fn_constructor_kwargs={"model": ...}, concurrency=N, num_gpus=M, batch_size=1024)`
 
-    Each of the N `ray.data` workers has one engine. With `tensor_parallel_size=M`, an engine uses M GPUs. Each batch
-    becomes one call of `LLM.generate`, so `batch_size` should be several times `max_num_seqs`. The output adds the
-    columns `generated_text`, `finish_reason`, `num_prompt_tokens` and `num_output_tokens` to the columns of the input.
-    A row with an invalid prompt gets the finish reason "error" and the error message as text. Other rows are not
+    Each of the N `ray.data` workers has one engine. If `tensor_parallel_size=M` is set, an engine uses M GPUs. Each
+    batch becomes one call of `LLM.generate`, so `batch_size` should be several times `max_num_seqs`. The output has the
+    columns of the input, and also `generated_text`, `finish_reason`, `num_prompt_tokens` and `num_output_tokens`. If a
+    row's prompt is invalid, its finish reason is "error", and its text is the error message. Other rows are not
     affected.
 
     The class works without Ray: calling an instance maps a dict of columns to a dict of columns.

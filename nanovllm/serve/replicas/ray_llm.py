@@ -30,10 +30,10 @@ REORDERED = 4  # prompts are read at most `REORDERED * _window` positions ahead 
 class RayLLM:
     """Works like LLM, but on N engines: `RayLLM(model, num_replicas=N, **settings).generate(prompts, sampling_params)`.
 
-    The calling process checks and tokenizes the prompts, raises the same errors as LLM, and chooses the noise seeds.
-    With the same `seed` setting, RayLLM returns the same tokens as LLM, unless rounding errors differ. A request that
-    can't be computed ends with `finish_reason="error"` and the error message as its `stop_reason`. ReplicaGroup
-    explains what happens when a replica is lost.
+    The calling process checks and tokenizes the prompts, raises the same errors as LLM, and chooses the noise seeds. If
+    the `seed` setting is the same, RayLLM and LLM return the same tokens, unless rounding errors differ. If a request
+    can't be computed, its `finish_reason` is "error", and its `stop_reason` is the error message. ReplicaGroup explains
+    what happens when a replica is lost.
 
     The methods are thread-safe. Leaving a `with` block calls `exit`.
     """
@@ -50,12 +50,12 @@ class RayLLM:
     ) -> None:
         """Start the replicas. `settings` are the settings of each replica's `LLM`. Raises the same errors as `LLM`.
 
-        Ray chooses the devices. If the process has not called `ray.init`, RayLLM joins the cluster at RAY_ADDRESS, or
-        starts Ray on this machine.
+        Ray chooses the devices. If `ray.init` was not called before, RayLLM joins the cluster at RAY_ADDRESS, or starts
+        Ray on this machine.
 
         router: chooses a replica for each request; `None` selects a PrefixRouter.
         actor_options: Ray options for each replica's actor, for example `{"num_cpus": 8}` for replicas on CPUs.
-        restart_timeout: seconds that the restart of a lost replica may take, including the wait for a GPU or a host.
+        restart_timeout: the maximum seconds for a lost replica's restart, including the wait for a GPU or a host.
         """
         num_replicas = check_int("num_replicas", num_replicas, low=1)
         self.input_processor = make_processor(model, settings)
@@ -84,7 +84,7 @@ class RayLLM:
         use_tqdm: bool = True,
         priority: list[int] | None = None,
     ) -> list[RequestOutput]:
-        """Generate like `LLM.generate`, with the same errors. Ctrl-C or an error drops the requests of this call."""
+        """See `LLM.generate`. After Ctrl-C or an error, the requests of this call are dropped."""
         requests = self.input_processor.requests(prompts, sampling_params, OutputKind.FINAL_ONLY, None, priority)
         return self._run(requests, use_tqdm)
 
@@ -99,11 +99,11 @@ class RayLLM:
     def generate_iter(
         self, prompts: Iterable[Prompt], sampling_params: SamplingParams | Iterable[SamplingParams] | None = None
     ) -> Iterator[RequestOutput]:
-        """Yield the outputs in prompt order, while prompts are still being read. There may be any number of prompts.
+        """Yield outputs in the order of the prompts, before all prompts are read. There may be any number of prompts.
 
-        Prompts and iterable parameters are read only when replicas can take more requests, so memory use is bounded.
-        If a prompt or its parameters are invalid, the output's `finish_reason` is "error". The `stop_reason` contains
-        the prompt's index and the error message. Raises ValueError if there are fewer parameters than prompts.
+        Prompts and iterable parameters are read when replicas can take more requests, which bounds the memory. If a
+        prompt or its parameters are invalid, the output's `finish_reason` is "error". The `stop_reason` contains the
+        prompt's index and the error message. Raises ValueError if there are fewer parameters than prompts.
         """
         outputs: dict[int, RequestOutput] = {}
         next_index = 0
@@ -122,13 +122,13 @@ class RayLLM:
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Yield pairs (prompt index, output) as outputs complete.
 
-        In all other respects, this method works like `generate_iter`.
+        See `generate_iter` for everything else.
         """
         for new_outputs in self._outputs(self._requests(prompts, sampling_params)):
             yield from new_outputs.items()
 
     def stats(self) -> list[dict[str, Any] | None]:
-        """For each replica, return `LLM.stats()`, or `None` if the replica is not running.
+        """Return a list with each replica's `LLM.stats()`, or `None` for a replica that is not running.
 
         Raises RuntimeError after `exit`.
         """
@@ -156,7 +156,7 @@ class RayLLM:
         self.exit()
 
     async def _finish(self) -> None:
-        """End the group, and cancel the tasks that Ray's streams left in the event loop."""
+        """End the group. Cancel the tasks that Ray's streams left in the event loop."""
         await self.group.close()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
@@ -167,7 +167,7 @@ class RayLLM:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def _run(self, requests: list[CompletionRequest], use_tqdm: bool) -> list[RequestOutput]:
-        """Run requests for the methods that RayLLM shares with LLM. Return the outputs in order."""
+        """Run requests, and return the outputs in order. Methods that RayLLM shares with LLM call this method."""
         outputs: dict[int, RequestOutput] = {}
         bar = progress_bar(len(requests), desc="Generating", dynamic_ncols=True, disable=not use_tqdm)
         with bar as advance:
@@ -178,7 +178,7 @@ class RayLLM:
         return [outputs[i] for i in range(len(requests))]
 
     def _requests(self, prompts: Iterable[Prompt], sampling_params: Any) -> Iterator[CompletionRequest | RequestOutput]:
-        """Yield a request for each prompt. For a refused prompt, yield an output with the error instead."""
+        """Yield a request for each prompt. If a prompt is refused, yield an output with the error instead."""
         if isinstance(prompts, (str, Mapping)):
             raise TypeError(f"prompts={prompts!r:.80}: must be an iterable of prompts")
         is_single = sampling_params is None or isinstance(sampling_params, SamplingParams)
@@ -201,7 +201,7 @@ class RayLLM:
     ) -> Iterator[dict[int, RequestOutput]]:
         """Yield dicts that map request indices to outputs, as requests complete.
 
-        end: returns the index of the first request that must wait, because it is too far ahead of the next output.
+        end: returns the index of the first request that must wait, because too many earlier outputs are missing.
         """
         done: SimpleQueue[ReplicaRequest] = SimpleQueue()
         live: dict[int, tuple[int, ReplicaRequest]] = {}  # by id: (index, request)

@@ -1,4 +1,4 @@
-"""Defines a replica: an engine that receives requests and reports results as messages, for example as a Ray actor."""
+"""Defines a replica: an engine that receives requests and reports results in messages. A replica may be a Ray actor."""
 
 import logging
 import threading
@@ -23,17 +23,17 @@ logger = logging.getLogger("nanovllm")
 
 
 class Replica:
-    """An engine controlled by messages. Ray calls `start`, `reports`, and then the methods that the driver calls.
+    """An engine controlled by messages. Ray first calls `start` and `reports`, then the methods that the driver calls.
 
     The engine's thread runs the steps, and never waits for reports. The thread that runs `reports` sends all news since
-    the previous report, which may come from several steps. This file does not import Ray, so tests can run replicas
-    without Ray.
+    the previous report. The news may come from several steps. This file does not import Ray, so that tests can run
+    replicas without Ray.
     """
 
     orders_by_id = True  # one driver assigns ids in order of submission, so a moved request keeps its place
 
     def start(self, model: str, settings: dict[str, Any]) -> dict[str, Any]:
-        """Load the model, and return what the driver must know about the engine. Raises the same errors as `LLM`."""
+        """Load the model. Return what the driver must know about the engine. Raises the same errors as `LLM`."""
         self.attach(LLM(model, **settings))
         config = self.engine.config
         num_blocks = config.num_kvcache_blocks if config.enable_prefix_caching else 0  # of the prefix cache
@@ -56,7 +56,7 @@ class Replica:
     def submit(self, data: bytes) -> None:
         """Queue requests that the driver has checked.
 
-        An error in a request is reported, and affects only that request.
+        If a request has an error, the error is reported. Other requests are not affected.
         """
         try:
             self._submit(decode_requests(data))
@@ -65,7 +65,7 @@ class Replica:
             raise
 
     def _submit(self, messages: Iterable[NewRequest]) -> None:
-        """Queue requests. Another thread queues requests with `structured_outputs`, because grammars compile slowly."""
+        """Queue requests. Grammars compile slowly, so another thread queues requests with `structured_outputs`."""
         plain = []
         for new in messages:
             if new.params.structured_outputs is None:
@@ -135,7 +135,7 @@ class Replica:
             yield Report(*self._read(outputs), errors)
 
     def exit(self) -> None:
-        """End `reports` and the engine. With Ray, the actor's process is killed, and this method is not called."""
+        """End `reports` and the engine. Ray does not call this method, but kills the actor's process."""
         self.close()
         self.engine.exit()
 
@@ -196,7 +196,7 @@ class Replica:
         return deltas, finals
 
     def _end_answers(self, request_id: int, count: int) -> bool:
-        """Record that `count` more answers of a request have ended. Return whether all answers have ended."""
+        """Record that `count` more answers of a request have ended. Return True if all answers have ended."""
         with self._changed:
             if request_id not in self._num_unfinished:  # it was discarded
                 return False

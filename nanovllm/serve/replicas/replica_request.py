@@ -1,4 +1,4 @@
-"""Defines the driver's record of a request: the answers so far, and the replica that computes the request."""
+"""Defines the driver's record of a request, with the answers so far and the replica that computes them."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +21,7 @@ from nanovllm.serve.replicas.messages import Final, NewRequest, sent_images
 class ResumableAnswer(PartialAnswer):
     """The part of an answer that the caller has received.
 
-    If another replica sends this part again, the part is skipped.
+    If another replica sends the part again, the part is skipped.
     """
 
     num_tokens_again = num_characters_again = 0  # tokens and characters that are still to be skipped
@@ -29,7 +29,7 @@ class ResumableAnswer(PartialAnswer):
     def skip(self, delta: StreamEvent) -> StreamEvent:
         """Return the part of a delta that the caller has not received.
 
-        Raises RuntimeError if the new replica has sampled different tokens.
+        Raises RuntimeError if the delta contains other tokens than the caller has received.
         """
         num_tokens = min(self.num_tokens_again, len(delta.token_ids))
         num_characters = min(self.num_characters_again, len(delta.text))
@@ -48,17 +48,17 @@ class ResumableAnswer(PartialAnswer):
 class ReplicaRequest(AsyncRequest):
     """A request that another process computes. If that process is lost, another replica takes over the request.
 
-    The caller gets each delta once: a new replica sends the whole answer, and this class skips the part that the caller
+    The caller gets each delta once. A new replica sends the whole answer, and this class skips the part that the caller
     has received. The new replica samples only the remaining tokens. If the request asks for log-probabilities, the new
     replica samples all tokens again. The noise depends only on the request, so the new replica samples the same tokens,
-    unless rounding errors differ. If a resampled token differs from the token that the caller has received, the request
+    unless rounding errors differ. If the new replica samples another token than the caller has received, the request
     ends with an error.
     """
 
     num_cached_tokens = 0  # prompt tokens found in the replica's prefix cache; 0 until the request has ended
 
     def __init__(self, request: CompletionRequest, on_end: Callable[["ReplicaRequest"], None], name: str = ""):
-        """Record a new request. `on_end` is called when the request finishes or fails, but not when it is discarded."""
+        """Record a new request. `on_end` is called when the request finishes or fails, but not if it is discarded."""
         super().__init__(request, name)
         self.on_end = on_end
         self.replica_index: int | None = None  # the replica that computes it
@@ -71,7 +71,7 @@ class ReplicaRequest(AsyncRequest):
 
     @property
     def order(self) -> tuple:
-        """The request's unique sort key: the request with the lowest key is scheduled first."""
+        """The request's unique sort key. The request with the lowest key is scheduled first."""
         return self.request.group[0].order
 
     @property
@@ -79,7 +79,7 @@ class ReplicaRequest(AsyncRequest):
         return self.final is not None or self.error is not None
 
     def message(self, replica_index: int) -> NewRequest:
-        """Assign the request to a replica, and return the message for the replica."""
+        """Assign the request to a replica. Return the message for this replica."""
         self.replica_index, self._sent_time = replica_index, time()
         params: Any = self.request.params
         pooling = params if isinstance(params, PoolingParams) else None
@@ -171,5 +171,5 @@ class ReplicaRequest(AsyncRequest):
 
 
 def _generated(answer: ResumableAnswer) -> list[int]:
-    """Return the tokens that are not sampled again. Only the last token of an ended answer is sampled again."""
+    """Return the tokens that are not sampled again. If an answer has ended, only its last token is sampled again."""
     return answer.token_ids[: -1 if answer.finish_reason else None]

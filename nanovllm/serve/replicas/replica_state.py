@@ -1,4 +1,4 @@
-"""Defines the driver's record of a replica: the replica's process and its current requests."""
+"""Defines the driver's record of a replica. The record contains the replica's process and current requests."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ class ClusterDeadError(EngineDeadError):
 class Handle(Protocol):
     """Controls a replica in another process.
 
-    Methods may raise an error once the replica is lost, and `start` may raise ClusterDeadError.
+    If the replica is lost, methods may raise any error. `start` may also raise ClusterDeadError.
     """
 
     async def start(self) -> dict[str, Any]: ...
@@ -47,7 +47,7 @@ class ReplicaState:
         self.num_restarts = 0
 
     def load(self, max_answers: int) -> int | None:
-        """Return how many answers the replica computes. Return None if the replica accepts no requests now."""
+        """Return the number of answers that the replica computes, or None if it accepts no requests now."""
         takes_more = self.is_ready and self.poison_request is None and self.num_answers < max_answers
         return self.num_answers if takes_more else None
 
@@ -84,7 +84,7 @@ class ReplicaState:
         return failed
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Call a method of the replica. If the call fails, kill the replica, so that its reports end."""
+        """Call a method of the replica. If the call fails, kill the replica. Its reports then end."""
         if self.handle is None:  # the replica was lost, and other replicas got its requests
             return
         try:
@@ -104,7 +104,7 @@ class ReplicaState:
         return result | {"restarts": restarts}
 
     def count_failure(self, now: float) -> None:
-        """Count a loss of the replica, unless a poison request ran alone on the replica."""
+        """Add a loss to the count, unless a poison request ran alone on the replica."""
         if self.is_ready and now - self.ready_time > STABLE_SECONDS:
             self.num_failures = 0
         if self.poison_request is None or self.poison_request.replica_index is None:

@@ -15,15 +15,15 @@ class Router(Protocol):
     """The interface of routers. Replicas are numbered from 0."""
 
     def choose(self, token_ids: list[int], loads: Sequence[int | None]) -> int:
-        """Return the index of the replica for a prompt.
+        """Choose a replica for a prompt. Return the replica's index.
 
         `loads[i]` is the number of answers that replica i computes, or `None` if replica i accepts no requests now. The
-        load of the chosen replica must be a number.
+        chosen replica's load must be a number.
         """
         ...
 
     def computed(self, replica: int, token_ids: list[int]) -> None:
-        """Record that the replica has computed these tokens (a prompt and its answer)."""
+        """Record that the replica has computed these tokens, which are a prompt and its answer."""
         ...
 
     def forget(self, replica: int) -> None:
@@ -32,7 +32,7 @@ class Router(Protocol):
 
 
 class GuardedRouter:
-    """Wraps a router. If the router raises an error, this class chooses the least loaded replica."""
+    """Wraps a router. If the router raises an error, the least loaded replica is chosen."""
 
     def __init__(self, router: Router):
         self._router = router
@@ -76,16 +76,16 @@ class RoundRobin:
 
 
 class PrefixRouter:
-    """Chooses the replica that has cached the longest prefix of the prompt, unless the replica's load is too high.
+    """Chooses the replica that has cached the longest prefix of the prompt. The replica's load must not be too high.
 
     A load is too high if it exceeds `imbalance * least + slack` answers, where `least` is the lowest load. If the load
-    is too high, or if no replica has cached a prefix, the router chooses the least loaded replica. Among replicas with
-    equal loads, the router chooses the replica that has received the fewest requests so far.
+    is too high, or if no replica has cached a prefix, the router chooses the least loaded replica. If loads are equal,
+    the router chooses the replica that has received the fewest requests so far.
 
-    The router does not ask replicas what they have cached. Instead, the router computes the same hashes as the block
-    manager: a chain over full blocks of `block_size` tokens. For each replica, the router remembers the hashes of
-    prompts and answers in an LRU list. The list has at most `max_blocks` hashes, one for each cache block. A hash
-    occupies about 150 bytes.
+    The router does not ask replicas what they have cached. Instead, it computes the same hashes as the block manager,
+    in a chain over full blocks of `block_size` tokens. For each replica, the router remembers the hashes of prompts and
+    answers in an LRU list. The list has at most `max_blocks` hashes, one for each cache block. A hash occupies about
+    150 bytes.
     """
 
     def __init__(

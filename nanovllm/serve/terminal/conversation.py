@@ -28,10 +28,10 @@ COMMANDS = {
 
 
 class Conversation:
-    """A chat in the terminal. Answers go to standard output, everything else to standard error."""
+    """A chat in the terminal. Answers go to standard output. Everything else goes to standard error."""
 
     def __init__(self, source: Source, params: dict[str, Any], names: tuple[str, ...], system: str | None = None):
-        """params: the sampling parameters that are set. names: the names of all sampling parameters that can be set.
+        """params: the given sampling parameters. names: the names of all sampling parameters that can be given.
 
         Raises ValueError or TypeError if a parameter is wrong.
         """
@@ -41,7 +41,7 @@ class Conversation:
         self.images: list[dict[str, Any]] = []  # the images of the next message
 
     def run(self) -> int:
-        """Chat until the input ends. Return the exit status: 1 if the input is piped and a line has failed, else 0.
+        """Chat until the input ends. Return the exit status: 1 if a line of piped input has failed, else 0.
 
         Raises KeyboardInterrupt on the second Ctrl-C, or on the first one if the input is not a terminal.
         """
@@ -138,7 +138,7 @@ class Conversation:
     def _answer(self, question: str) -> None:
         """Print the answer.
 
-        If any token arrived, add the question and the answer to the messages, even if Ctrl-C ended the answer.
+        If any token has arrived, the question and the answer become messages, even if Ctrl-C ended the answer.
         """
         content = [*self.images, {"type": "text", "text": question}] if self.images else question
         asked, answer = {"role": "user", "content": content}, Answer()
@@ -158,7 +158,7 @@ class Conversation:
 
 
 class Answer:
-    """Shows the pieces of an answer, and measures how fast they arrive."""
+    """Shows the pieces of an answer. Measures how fast they arrive."""
 
     def __init__(self) -> None:
         self.text, self.num_tokens = "", 0
@@ -185,7 +185,7 @@ class Answer:
         write(self.summary() + "\n", sys.stderr, is_dim=True)
 
     def summary(self) -> str:
-        """Return the number of tokens, their rate, and the finish reason as text."""
+        """Return a text with the number of tokens, their rate, and the finish reason."""
         parts = [f"{self.num_tokens} tokens" if self.num_tokens > 1 else "1 token"]
         if self.num_tokens > 1 and self._last - self._first > MIN_SECONDS:
             parts.append(f"{(self.num_tokens - 1) / (self._last - self._first):.1f} tokens/s")
@@ -197,7 +197,7 @@ class Answer:
 
 
 def _problem(error: Exception) -> str:
-    """Return the message of an error. If a file caused the error, the message names the file, without an errno."""
+    """Return the message of an error. If a file caused the error, the message contains its name, but no errno."""
     return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
 
 

@@ -35,7 +35,7 @@ class LineReader:
                 readline.read_history_file(self._history)
 
     def read(self) -> str:
-        """Return the next line. A line that ends with a backslash continues on the following line.
+        """Return the next line. If a line ends with a backslash, the following line continues it.
 
         Raises EOFError at the end of the input, and KeyboardInterrupt on Ctrl-C.
         """
@@ -65,7 +65,7 @@ class LineReader:
 
 
 def write(text: str, file: TextIO, is_dim: bool = False) -> None:
-    """Write text and flush. On a terminal, remove control characters, and dim the text if `is_dim`."""
+    """Write text and flush. If the output is a terminal, remove control characters, and dim the text if `is_dim`."""
     if file.isatty():
         text = text.translate(CONTROLS)
         if is_dim and text and "NO_COLOR" not in os.environ:

@@ -1,4 +1,4 @@
-"""Provides the answers of a conversation, from a model in this process or from a server with OpenAI's API."""
+"""Provides a conversation's answers, which come from a model in this process or from a server with OpenAI's API."""
 
 import json
 from collections.abc import Generator
@@ -44,10 +44,10 @@ class Source(Protocol):
         """Raise ValueError or TypeError if a sampling parameter is wrong."""
 
     def all_params(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Return the given sampling parameters and, if they are known, the default values of all other parameters."""
+        """Return the given sampling parameters. Also return the defaults of all others, if they are known."""
 
     def stream(self, messages: list[Message], params: dict[str, Any]) -> Generator[Piece, None, None]:
-        """Yield the answer to a conversation as it arrives. Raises ValueError, OSError or RuntimeError on failure."""
+        """Yield the answer to a conversation in pieces. Failures raise ValueError, OSError or RuntimeError."""
 
 
 class LocalModel:
@@ -92,7 +92,7 @@ class LocalModel:
 
 
 class Server:
-    """A running server. The server chooses values for parameters that are not set."""
+    """A running server. If a parameter is not given, the server chooses its value."""
 
     def __init__(self, url: str, model: str | None, api_key: str | None):
         """Raises OSError if a request fails.
@@ -153,7 +153,7 @@ class Server:
         yield Piece(text, reasoning, num_tokens, finish_reason)
 
     def _chunks(self, response: Any) -> Generator[dict, None, None]:
-        """Yield the JSON objects in server-sent events. Raises OSError on an error event or a failed connection."""
+        """Yield the JSON objects in server-sent events. Error events and failed connections raise OSError."""
         try:
             for line in response:
                 data = line.removeprefix(b"data:").strip()
