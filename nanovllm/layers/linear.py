@@ -21,9 +21,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def _padded_rows(num_rows: int) -> int:
-    """Round 65 to 128 rows up to multiples of 8, 129 to 256 rows to multiples of 16, and so on.
+    """Round the number of rows up, if it is above 64. A number from 65 to 128 becomes a multiple of 8.
 
-    Numbers above 2,048 are rounded up to multiples of 256.
+    A number from 129 to 256 becomes a multiple of 16, and so on. Above 2,048, multiples of 256 are used.
     """
     step = 1 if num_rows <= 64 else min(256, 1 << ((num_rows - 1).bit_length() - 4))
     return -(-num_rows // step) * step

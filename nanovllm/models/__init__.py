@@ -19,7 +19,7 @@ length. CONTRIBUTING.md shows how to add a family. The class has:
 The class may have:
 
 - `layer_types`: supported values in config.json's `layer_types`, by default `full_attention`
-- `reads`: entries of NEUTRAL that the class supports
+- `reads`: the names in NEUTRAL that `read_config` reads
 - `defaults`: the values of entries that config.json or its `text_config` may omit
 - `unused_prefixes`: name prefixes of tensors that the class ignores
 - `may_be_nested`: True if the class also computes the text model of multimodal checkpoints

@@ -65,7 +65,7 @@ def attention_context(context: Context) -> Iterator[None]:
 
 
 def of_tokens(of_requests: torch.Tensor) -> torch.Tensor:
-    """Return values [T], those of the tokens' requests, for the step that this thread computes.
+    """Return a tensor [T] that contains, for each token of this thread's step, the value of the token's request.
 
     `of_requests` [requests] contains the value of each request. Padding gets an arbitrary value.
     """

@@ -1,4 +1,4 @@
-"""Reads which image a part of a conversation means, and to which size it is scaled. Opens no image."""
+"""Finds the image that a part of a conversation refers to, and the size of the scaled image. Opens no image."""
 
 from collections.abc import Mapping
 from pathlib import Path

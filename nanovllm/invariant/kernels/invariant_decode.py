@@ -79,8 +79,8 @@ def _decode_kernel(
 ):
     """Compute the attention of a sequence for one split of its keys.
 
-    Unlike in decode_attention.py, a split consists of whole segments. All tiles are transposed, so tensor cores
-    multiply 64 keys at a time, as in prefill.
+    Unlike in decode_attention.py, a split consists of whole segments. All tiles are transposed, as in the
+    prefill kernel, because tensor cores then multiply 64 keys at a time.
     """
     gdc_launch_dependents(PDL)
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs

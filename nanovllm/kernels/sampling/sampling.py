@@ -15,7 +15,7 @@ SPLIT_SIZE = 2048
 
 
 class Splits(NamedTuple):
-    """The division of a row of logits into splits, one per program, as a compile-time constant.
+    """How a row of logits is split. Each program reads one split. This is a compile-time constant.
 
     Noise is generated for four tokens at a time, so the first split begins at a multiple of four.
     """
