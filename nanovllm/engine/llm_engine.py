@@ -205,8 +205,10 @@ class LLMEngine:
         `prefix_hit_rate`: the fraction of prompt tokens that were found in the prefix cache.
         `tiers`, with `swap_space`: `device_hits` and `host_hits` are the numbers of prompt tokens that were found in
         the device's cache and in host memory, respectively. `loaded_blocks` is the number of blocks that were copied
-        back from host memory, and `lost_copies` is the number of failed copies. With `swap_dir`, `disk_blocks` is the
-        number of blocks that were read from files.
+        back from host memory, `stored_blocks` is the number of blocks that were copied there, and `lost_copies` is the
+        number of failed copies. Of the `host_rows` rows of host memory, `host_rows_used` contain blocks; a block takes
+        one row, and a state takes several rows. With `swap_dir`, `disk_blocks` is the number of blocks that were read
+        from files, and `disk_files` is the number of files.
         `preemptions`: how often a sequence was preempted.
         `tokens`: the numbers of prompt tokens (`in`) and generated tokens (`out`).
         `steps`: the numbers of `prefill` steps (chunks of prompts), `decode` steps and `mixed` steps (both).

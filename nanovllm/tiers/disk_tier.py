@@ -119,6 +119,9 @@ class DiskTier(HostTier):
         self._files = None
         super().clear()
 
+    def usage(self) -> dict[str, int]:
+        return super().usage() | {"disk_files": 0 if self._files is None else len(self._files)}
+
     def save(self, contents: Iterable[CachedBlock]) -> None:
         """Write the blocks that are on the device or in host memory to files, for at most EXIT_SECONDS.
 
