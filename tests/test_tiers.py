@@ -37,6 +37,7 @@ from simulation import (
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.cache.block_copies import block_parts
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduling_policy import MAX_STEPS_WITHOUT_ADMISSION
 from nanovllm.rollout import weights_of
 from nanovllm.tiers import disk_tier, host_blocks, tiered_blocks
@@ -1166,6 +1167,34 @@ def test_bad_and_slow_files(restarted, small_model, requests, expected, monkeypa
     assert tokens == expected[:17] and tiers["disk_blocks"] > 0 and tiers["lost_copies"] > 1
     assert sum("could not be" in record.message for record in caplog.records if record.levelname == "WARNING") == 1
     assert not [*(tmp_path / "swap").rglob("*.tmp")]
+
+
+def test_a_slow_disk(restarted, small_model, requests, expected, monkeypatch):
+    """Blocks are computed if that was measured to be faster than reading them. Reads are measured again later."""
+    read, run = BlockFiles.read, partial(restarted, small_model, requests[:9], num_rows=500)
+
+    def slow_read(*arguments):
+        sleep(0.005)
+        read(*arguments)
+
+    def num_read(ms_per_token: float | None) -> int:
+        with monkeypatch.context() as patch:
+            warm_up = ModelRunner.warm_up
+            patch.setattr(
+                ModelRunner,
+                "warm_up",
+                lambda self, done: [warm_up(self, done), setattr(self, "measured_ms_per_token", ms_per_token)],
+            )
+            tokens, tiers = run()
+        assert tokens == expected[:9] and tiers["lost_copies"] == 0
+        return tiers["disk_blocks"]
+
+    run()
+    monkeypatch.setattr(BlockFiles, "read", slow_read)
+    all_blocks, first_blocks = num_read(None), num_read(0.001)
+    assert num_read(1.0) == all_blocks > 2 * first_blocks > 0
+    monkeypatch.setattr(disk_tier, "RETRY_SECONDS", 0.0)
+    assert num_read(0.001) == all_blocks
 
 
 def test_rows_are_read_into_when_copies_have_ended(restarted, small_model, requests, expected, monkeypatch):
