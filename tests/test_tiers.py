@@ -858,6 +858,22 @@ def test_on_a_gpu(make_llm, requests, settings):
 
 
 @pytest.mark.gpu
+def test_sleep_on_a_gpu(make_llm, requests):
+    """The device's blocks are in host memory before the device's memory is freed."""
+    sizes = dict(device="cuda", dtype="float32", kvcache_block_size=256, num_kvcache_blocks=100, swap_space=1.0)
+    rng = random.Random(0)
+    long = [([*prompt, *rng.choices(range(256, 2040), k=900)], params) for prompt, params in requests[:8]]
+    llm = make_llm("tiny-qwen3", enable_sleep_mode=True, **sizes)
+    before = answers(llm, long)
+    llm.sleep(keep_prefix_cache=True)
+    llm.wake_up()
+    found = answers(llm, long)
+    tiers = llm.stats()["tiers"]
+    assert tiers["host_hits"] >= 8 * 3 * 256 and tiers["lost_copies"] == 0
+    assert sum(mine == theirs for mine, theirs in zip(found, before)) >= 7
+
+
+@pytest.mark.gpu
 def test_states_and_windows_on_a_gpu(make_llm, other):
     sizes, requests = SMALL | dict(device="cuda"), other.requests * 2
     expected = answers(make_llm(other.folder, **sizes | {"num_kvcache_blocks": 400}), requests)
