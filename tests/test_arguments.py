@@ -81,6 +81,7 @@ INTEGER, NUMBER, BOOL = "must be an integer", "must be a number", "must be True 
 INTEGERS = "max_num_batched_tokens", "max_num_seqs", "max_model_len", "kvcache_block_size", "num_kvcache_blocks", "seed"
 INTEGERS += "tensor_parallel_size", "max_logprobs"
 BOOLS = "enforce_eager", "enable_prefix_caching", "async_scheduling"
+OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
 
 SETTINGS = [
     *rows(
@@ -152,6 +153,16 @@ SETTINGS = [
         ValueError,
         ({"block_size": 8}, "kvcache_block_size=8: must be at least 16"),
         ("structured_outputs_config", ["auto"], ": is not supported; it must be of type dict"),
+        ("kv_transfer_config", ["nixl"], ": is not supported; it must be None or of type dict"),
+        *(
+            ({"kv_transfer_config": OFFLOADING | changes}, problem)
+            for changes, problem in [
+                ({"kv_connector": "NixlConnector"}, "kv_connector='NixlConnector': is not supported; it must be"),
+                ({"kv_role": "kv_producer"}, "kv_role='kv_producer': is not supported; it must be 'kv_both' or None"),
+                ({"kv_connector_extra_config": {"spec_name": "Tiering"}}, "spec_name='Tiering': is not supported"),
+                ({"kv_connector_extra_config": {"cpu_bytes_to_use": 0}}, "cpu_bytes_to_use=0.0: must be at least 1"),
+            ]
+        ),
         *(  # an effect that only vllm.LLM has
             ({"structured_outputs_config": {name: True}}, f"{name}=True: is not supported; it must be False")
             for name in ("disable_any_whitespace", "disable_additional_properties")
@@ -164,6 +175,15 @@ SETTINGS = [
             {"block_size": 16, "kvcache_block_size": 16},
             "block_size=16: is vLLM's name for 'kvcache_block_size', which is given too",
         ),
+        (
+            {
+                "swap_space": 1,
+                "kv_transfer_config": OFFLOADING | {"kv_connector_extra_config": {"cpu_bytes_to_use": 9}},
+            },
+            "sets 'swap_space', which is given too",
+        ),
+        ({"kv_transfer_config": OFFLOADING}, "cpu_bytes_to_use=None: must be a number"),
+        ({"kv_transfer_config": {"kv_conector": "x"}}, "unknown key of kv_transfer_config 'kv_conector' (did you mean"),
         (
             {"structured_outputs_config": {"backends": "auto"}},
             "unknown key of structured_outputs_config 'backends' (did you mean 'backend'?): must be one of backend, ",

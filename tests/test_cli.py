@@ -81,6 +81,12 @@ VLLM_LINES = [
     ),
     ("--kv-offloading-size 4 Qwen/Qwen3-8B", {"swap_space": 4}, {}),
     (
+        'Qwen/Qwen3-8B --kv-transfer-config {"kv_connector":"OffloadingConnector","kv_role":"kv_both",'
+        '"kv_connector_extra_config":{"cpu_bytes_to_use":1073741824}}',
+        {"swap_space": 1},
+        {},
+    ),
+    (
         "Qwen/Qwen3-8B --enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser deepseek_r1 "
         "--served-model-name a b --enable-prompt-tokens-details --enable-force-include-usage --uvicorn-log-level info",
         {},

@@ -51,6 +51,10 @@ def test_other_names():
     resolved = config(block_size=32, num_gpu_blocks_override=7, enable_expert_parallel=True, kv_offloading_size=1)
     assert (resolved.kvcache_block_size, resolved.num_kvcache_blocks, resolved.expert_parallel) == (32, 7, True)
     assert resolved.swap_space == 1.0
+    extra = {"cpu_bytes_to_use": 2**29, "spec_name": "CPUOffloadingSpec", "eviction_policy": "lru"}
+    transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    assert config(kv_transfer_config=transfer).swap_space == 0.5
+    assert config(kv_transfer_config={}) == config(kv_transfer_config={"kv_connector": None}) == config()
 
 
 @pytest.mark.parametrize(

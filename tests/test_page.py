@@ -25,6 +25,7 @@ from simulation import SimulatedEngine
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.serve.frames import View
+from nanovllm.serve.metrics import COUNTERS
 from nanovllm.serve.page import content_security_policy, render_page
 from nanovllm.serve.trace import MAX_WAITING, StepRecorder, sequence_name, trace
 
@@ -141,6 +142,7 @@ class Clockwork(SimulatedEngine):
             kvcache_block_size=16,
             kv_cache_dtype="auto",
             swap_space=0,
+            swap_dir=None,
             num_block_tables=1,
             cache_window=0,
             model_config=SimpleNamespace(vision=None),
@@ -263,6 +265,30 @@ def test_trace_writes_one_file(tmp_path):
             raise KeyError
     first, *frames = recorded_frames((tmp_path / "failed.html").read_text())
     assert [frame["step"] for frame in frames] == [*range(16, 21)]
+
+
+def test_tiers_of_the_cache(tmp_path):
+    """Host memory and files: what they contain, and what each step has moved."""
+    rng, path = random.Random(0), tmp_path / "run.html"
+    requests = [[i] * 60 + [rng.randrange(256, 2040) for _ in range(40)] for i in range(5)] * 3
+    tiers = dict(swap_space=0.003, swap_dir=str(tmp_path), num_kvcache_blocks=12, max_num_seqs=2)
+    with LLM("tiny-qwen3", **tiers, **SMALL) as llm, trace(llm, path):
+        llm.generate(requests, SamplingParams(max_tokens=5, ignore_eos=True), use_tqdm=False)
+        stats = llm.stats()
+        found = stats["tiers"]
+        assert 10 < found["host_rows_used"] <= found["host_rows"] and found["disk_files"] > 5
+    first, *frames = recorded_frames(path.read_text())
+    assert first["key"]["host_rows"] == found["host_rows"] and first["key"]["swap_dir"]
+    moves = [frame["tiers"] for frame in frames if "tiers" in frame]
+    assert len(moves) > 10 and all([*totals] == sorted(totals) for totals in [*zip(*moves)][1:3])
+    view = View.from_key_frame(first)
+    for frame in frames:
+        view.apply(frame)
+    names = "host_rows_used", "stored_blocks", "loaded_blocks", "disk_files", "disk_blocks"
+    assert view.tiers[1:3] == [found[name] for name in names[1:3]] and min(view.tiers[:4]) > 5
+    assert View.from_key_frame(view.key_frame()) == view
+    stats["tiers"] |= {"disk_blocks": 3, "lost_copies": 4}
+    assert [COUNTERS[name][1](stats) for name in ("disk_blocks", "lost_copies")] == [3, 4]
 
 
 def test_page_is_closed_to_the_outside():

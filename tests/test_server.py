@@ -600,6 +600,7 @@ def test_metrics(server, client):
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
         assert values[f"vllm:{name}_count"] > 0 and 0 <= values[f"vllm:{name}_sum"] < 100
     assert values["vllm:generation_tokens_total"] >= 12 and values["vllm:prompt_tokens_total"] >= 9
+    assert values["nanovllm:disk_blocks_total"] == values["nanovllm:lost_copies_total"] == 0
     assert 'vllm:request_success_total{finished_reason="length",model_name="tiny-qwen3"}' in text
     assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
 

@@ -104,6 +104,8 @@ def test_refusals(make_llm):
             call()
     llm.exit()
     llm = make_llm(**SETTINGS)
+    with pytest.raises(ValueError, match="keep_prefix_cache=True: needs swap_space"):
+        llm.sleep(keep_prefix_cache=True)
     with pytest.raises(ValueError, match="level=3: must be one of 1, 2"):
         llm.sleep(level=3)
     with pytest.raises(ValueError, match="tags='cache': must be one of 'weights', 'kv_cache'"):
@@ -162,7 +164,8 @@ def test_requests_that_are_kept(make_llm):
 
 def test_http_and_asyncio(serve):
     httpx = pytest.importorskip("httpx")
-    server = serve(enable_dev_endpoints=True, engine_settings={"enable_sleep_mode": True})
+    settings = SETTINGS | {"swap_space": 0.01}
+    server = serve(enable_dev_endpoints=True, engine_settings=settings)
     with httpx.Client(base_url=server.url, timeout=30) as client:
         body = dict(prompt=PROMPTS[0], temperature=0, max_tokens=8, return_token_ids=True)
 
@@ -181,14 +184,21 @@ def test_http_and_asyncio(serve):
         assert answer.status_code == 400 and "must be one of 'weights', 'kv_cache'" in answer.json()["error"]["message"]
         assert client.post("/wake_up", params={"tags": "weights"}).json() == {"is_sleeping": True}
         assert client.post("/wake_up", params={"tags": ["kv_cache", "weights"]}).json() == {"is_sleeping": False}
+        _, again = complete()
+        client.post("/sleep", params={"keep_prefix_cache": True})
+        client.post("/wake_up")
+        for keeps in ("x", True):
+            answer = client.post("/sleep", params={"level": 2, "keep_prefix_cache": keeps})
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "keep_prefix_cache"
         for level in (3, "x"):
             answer = client.post("/sleep", params={"level": level})
             assert answer.status_code == 400 and answer.json()["error"]["param"] == "level"
         _, after = complete()
-        assert after["choices"] == before["choices"]
+        assert after["choices"] == again["choices"] == before["choices"]
+        assert server.llm.engine.stats()["tiers"]["host_hits"] >= 16
 
     async def sleep_and_wake() -> list[bool]:
-        await server.llm.sleep()
+        await server.llm.sleep(keep_prefix_cache=True)
         found = [await server.llm.is_sleeping()]
         await server.llm.wake_up(["weights"])
         await server.llm.wake_up(["kv_cache"])

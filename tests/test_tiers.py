@@ -37,7 +37,9 @@ from simulation import (
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.cache.block_copies import block_parts
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduling_policy import MAX_STEPS_WITHOUT_ADMISSION
+from nanovllm.rollout import weights_of
 from nanovllm.tiers import disk_tier, host_blocks, tiered_blocks
 from nanovllm.tiers.block_files import BlockFiles
 from nanovllm.tiers.connector import Connector
@@ -168,9 +170,13 @@ class TieredSimulation(Tiered, Simulation):
         assert {*manager._arriving} == {content.block_hash for load in manager.loads for content in load.contents}
         num_ids = len(manager.blocks) + getattr(manager, "num_states", -2) + 2
         assert len(tier._copies) <= num_ids and len(tier._reads) <= len(tier._copies)
-        if self.random.random() < 0.01:
+        if (number := self.random.random()) < 0.01:
             manager.clear_prefix_cache()
             self.seen["cleared"] += 1
+        elif number > 0.997:
+            manager.store_all()
+            manager.clear_device()
+            self.seen["stored all"] += 1
 
     def check_end(self):
         while self.manager.loads:  # of sequences that were aborted
@@ -664,10 +670,12 @@ def test_states_and_windows(make_llm, monkeypatch, other, name):
     assert stats["tiers"]["host_hits"] > 100 and stats["blocks"]["used"] == 0
     assert stats["preemptions"] > 0 or not llm.config.num_states
     if llm.config.enable_sleep_mode:
-        llm.sleep()
-        llm.wake_up()
-        assert answers(llm, other.requests[:1]) == other.expected[:1]
-        assert llm.stats()["tiers"]["loaded_blocks"] == stats["tiers"]["loaded_blocks"]
+        for keeps in (True, False):
+            before = llm.stats()["tiers"]["loaded_blocks"]
+            llm.sleep(keep_prefix_cache=keeps)
+            llm.wake_up()
+            assert answers(llm, other.requests[-1:]) == other.expected[-1:]
+            assert (llm.stats()["tiers"]["loaded_blocks"] > before) == keeps
 
 
 def test_rows_of_a_state(make_llm, other, monkeypatch, streams):
@@ -741,14 +749,61 @@ def test_fp8_cache(make_llm, make_tiered, requests):
     assert answers(llm, requests[11:22]) == plain and llm.stats()["tiers"]["loaded_blocks"] > 20
 
 
-def test_sleep_drops_the_blocks(make_tiered, requests, expected):
-    llm = make_tiered(enable_sleep_mode=True)
-    assert answers(llm, requests[:17]) == expected[:17]
-    before = llm.stats()["tiers"]["loaded_blocks"]
-    llm.sleep()
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_sleep(make_tiered, small_model, requests, expected, tmp_path, num_ranks):
+    """It drops the blocks or keeps them, and new weights drop them."""
+    settings = dict(enable_sleep_mode=True, tensor_parallel_size=num_ranks)
+    llm = make_tiered(num_rows=500, num_kvcache_blocks=60, swap_dir=str(tmp_path), **settings)
+
+    def hits_after(*sleeps: dict) -> int:
+        """Return the tokens of a prompt that are found in host memory afterwards."""
+        assert answers(llm, requests[:1]) == expected[:1]
+        before = llm.stats()["tiers"]["host_hits"]
+        for arguments in sleeps:
+            llm.sleep(**arguments)
+        llm.wake_up()
+        if sleeps[-1] == {"level": 2}:
+            llm.load_weights(weights_of(small_model))
+        assert answers(llm, requests[:1]) == expected[:1]
+        return llm.stats()["tiers"]["host_hits"] - before
+
+    keeps, num_full = {"keep_prefix_cache": True}, (len(requests[0][0]) - 1) // 16 * 16
+    assert llm.stats()["tiers"]["host_hits"] == 0  # nothing has left the device
+    assert hits_after(keeps) == hits_after(keeps, keeps) == num_full
+    assert isinstance(llm.scheduler.block_manager.connector._files, BlockFiles)  # the folder is still used
+    assert hits_after(keeps, {}) == hits_after({}) == hits_after(keeps, {"level": 2}) == 0
+    assert hits_after(keeps) == num_full
+    with pytest.raises(ValueError, match="keep_prefix_cache=True: must be False with level=2"):
+        llm.sleep(level=2, keep_prefix_cache=True)
+
+
+def test_what_sleep_keeps(make_tiered, requests, expected, monkeypatch):
+    """If host memory is too small, the blocks that were used last; and what requests wait for, if they were kept."""
+    llm = make_tiered(num_rows=20, num_kvcache_blocks=60, max_num_seqs=2, enable_sleep_mode=True)
+    tier = llm.scheduler.block_manager.connector
+    assert answers(llm, requests[:8]) == expected[:8]
+    llm.sleep(keep_prefix_cache=True)
     llm.wake_up()
-    assert answers(llm, requests[:1]) == expected[:1]
-    assert before > 0 and llm.stats()["tiers"]["loaded_blocks"] == before
+    assert len(tier._entries) == 20
+    assert answers(llm, requests[7:8]) == expected[7:8]
+    assert llm.stats()["tiers"]["host_hits"] == (len(requests[7][0]) - 1) // 16 * 16
+    llm.sleep(keep_prefix_cache=True)
+    llm.wake_up()
+    copies = []
+    monkeypatch.setattr(HostBlocks, "has_ended", lambda self, number: bool(copies))
+    name, before = llm.add_request(*requests[7]), llm.stats()["tiers"]["loaded_blocks"]
+    llm.step()
+    assert llm.scheduler.block_manager.loads
+    llm.pause("keep")
+    llm.sleep(keep_prefix_cache=True)
+    copies.append("have ended")
+    llm.wake_up()
+    llm.resume()
+    while not (ended := llm.step().finished):
+        pass
+    assert [ended[0].request_id, [answer.token_ids for answer in ended[0].outputs]] == [name, expected[7]]
+    assert llm.stats()["tiers"]["loaded_blocks"] > before
 
 
 def test_beams(make_llm, make_tiered, requests):
@@ -800,6 +855,22 @@ def test_on_a_gpu(make_llm, requests, settings):
     found = answers(llm, long)
     same = [mine == theirs for mine, theirs in zip(found, expected)]
     assert llm.stats()["tiers"]["loaded_blocks"] > 20 and sum(same) >= 0.95 * len(same)
+
+
+@pytest.mark.gpu
+def test_sleep_on_a_gpu(make_llm, requests):
+    """The device's blocks are in host memory before the device's memory is freed."""
+    sizes = dict(device="cuda", dtype="float32", kvcache_block_size=256, num_kvcache_blocks=100, swap_space=1.0)
+    rng = random.Random(0)
+    long = [([*prompt, *rng.choices(range(256, 2040), k=900)], params) for prompt, params in requests[:8]]
+    llm = make_llm("tiny-qwen3", enable_sleep_mode=True, **sizes)
+    before = answers(llm, long)
+    llm.sleep(keep_prefix_cache=True)
+    llm.wake_up()
+    found = answers(llm, long)
+    tiers = llm.stats()["tiers"]
+    assert tiers["host_hits"] >= 8 * 3 * 256 and tiers["lost_copies"] == 0
+    assert sum(mine == theirs for mine, theirs in zip(found, before)) >= 7
 
 
 @pytest.mark.gpu
@@ -1112,6 +1183,34 @@ def test_bad_and_slow_files(restarted, small_model, requests, expected, monkeypa
     assert tokens == expected[:17] and tiers["disk_blocks"] > 0 and tiers["lost_copies"] > 1
     assert sum("could not be" in record.message for record in caplog.records if record.levelname == "WARNING") == 1
     assert not [*(tmp_path / "swap").rglob("*.tmp")]
+
+
+def test_a_slow_disk(restarted, small_model, requests, expected, monkeypatch):
+    """Blocks are computed if that was measured to be faster than reading them. Reads are measured again later."""
+    read, run = BlockFiles.read, partial(restarted, small_model, requests[:9], num_rows=500)
+
+    def slow_read(*arguments):
+        sleep(0.005)
+        read(*arguments)
+
+    def num_read(ms_per_token: float | None) -> int:
+        with monkeypatch.context() as patch:
+            warm_up = ModelRunner.warm_up
+            patch.setattr(
+                ModelRunner,
+                "warm_up",
+                lambda self, done: [warm_up(self, done), setattr(self, "measured_ms_per_token", ms_per_token)],
+            )
+            tokens, tiers = run()
+        assert tokens == expected[:9] and tiers["lost_copies"] == 0
+        return tiers["disk_blocks"]
+
+    run()
+    monkeypatch.setattr(BlockFiles, "read", slow_read)
+    all_blocks, first_blocks = num_read(None), num_read(0.001)
+    assert num_read(1.0) == all_blocks > 2 * first_blocks > 0
+    monkeypatch.setattr(disk_tier, "RETRY_SECONDS", 0.0)
+    assert num_read(0.001) == all_blocks
 
 
 def test_rows_are_read_into_when_copies_have_ended(restarted, small_model, requests, expected, monkeypatch):

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from numbers import Real
 from typing import Any
 
-from nanovllm.utils.checks import unknown_name
+from nanovllm.utils.checks import check_real, unknown_name
 
 # settings that have a different name here
 ALIASES = {
@@ -48,6 +48,7 @@ GROUPS: tuple[tuple[tuple, str], ...] = (
     ),
     ((int, dict, None), "compilation_config"),
     ((dict, None), "structured_outputs_config"),
+    ((None, dict), "kv_transfer_config"),
     ((list, None), "cudagraph_capture_sizes"),
     ((str,), "jit_monitor_mode mamba_backend performance_mode prefix_caching_hash_algo pt_load_map_location"),
     ((str, None), "show_hidden_metrics_for_version"),
@@ -67,7 +68,7 @@ GROUPS: tuple[tuple[tuple, str], ...] = (
         "code_revision collect_detailed_traces data_parallel_address data_parallel_rank "
         "data_parallel_rpc_port data_parallel_size_local data_parallel_start_rank default_mm_loras device_ids "
         "diffusion_config download_dir ec_transfer_config gdn_prefill_backend hf_config_path hf_token "
-        "io_processor_plugin kv_cache_memory_bytes kv_events_config kv_transfer_config "
+        "io_processor_plugin kv_cache_memory_bytes kv_events_config "
         "lora_target_modules mamba_block_size max_num_scheduled_tokens max_parallel_loading_workers "
         "mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path "
         "numa_bind_cpus numa_bind_nodes otlp_traces_endpoint override_attention_dtype "
@@ -125,6 +126,19 @@ STRUCTURED_OUTPUTS_CONFIG = {
     "reasoning_parser": ("",),
     "reasoning_parser_plugin": ("",),
 }
+KV_TRANSFER_CONFIG = {
+    "kv_connector": ("OffloadingConnector", None),
+    "kv_role": ("kv_both", None),
+    "kv_connector_extra_config": (dict,),
+    "kv_load_failure_policy": ("recompute",),
+    "engine_id": (str, None),
+}
+OFFLOADING = {
+    "spec_name": ("CPUOffloadingSpec",),
+    "eviction_policy": ("lru",),
+    "store_threshold": (0, 1),
+    "max_tracker_size": (int,),  # only used with a larger store_threshold
+}
 
 
 def translate(settings: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
@@ -140,10 +154,24 @@ def translate(settings: dict[str, Any], known: Collection[str]) -> dict[str, Any
             raise TypeError(f"{given}={value!r}: is vLLM's name for {name!r}, which is given too")
         if value is not None or given not in NONE_IS_DEFAULT:
             renamed[name] = value
+    if isinstance(transfer := renamed.get("kv_transfer_config"), dict) and (num_bytes := _offloaded_bytes(transfer)):
+        if "swap_space" in renamed:
+            raise TypeError(f"kv_transfer_config={transfer!r:.200}: sets 'swap_space', which is given too")
+        renamed["swap_space"] = num_bytes / 2**30
     ours = select("setting", renamed, known, VLLM_SETTINGS)
     config = renamed.get("structured_outputs_config") or {}
     select("key of structured_outputs_config", config, (), STRUCTURED_OUTPUTS_CONFIG)
     return ours
+
+
+def _offloaded_bytes(transfer: dict[str, Any]) -> float:
+    """Return the size of the host memory, for all ranks together, that a `kv_transfer_config` asks for, or 0."""
+    select("key of kv_transfer_config", transfer, (), KV_TRANSFER_CONFIG)
+    if transfer.get("kv_connector") is None:
+        return 0.0
+    extra = transfer.get("kv_connector_extra_config", {})
+    select("key of kv_connector_extra_config", extra, ("cpu_bytes_to_use",), OFFLOADING)
+    return check_real("cpu_bytes_to_use", extra.get("cpu_bytes_to_use"), low=1, high=2**50)
 
 
 def select(

@@ -76,7 +76,8 @@ class CUDAModelRunner(BatchRunner):
             super().allocate_kv_cache(num_blocks, num_layers)
 
     def time_per_token(self) -> float:
-        return start.milliseconds_per_token(self)
+        self.measured_ms_per_token = start.milliseconds_per_token(self)
+        return self.measured_ms_per_token
 
     def capture_cudagraph(self) -> None:
         if start.has_graphs(self):

@@ -201,11 +201,13 @@ class LLMEngine:
         `blocks`: the numbers of used, cached and free blocks. A cached block is a free block that the prefix cache
         still contains.
         `block_groups`: the blocks that each group of layers uses, if there are several groups.
-        `prefix_hit_rate`: the fraction of prompt tokens that were found in the prefix cache. `tiers`, with
-        `swap_space`: `device_hits` and `host_hits` are the numbers of prompt tokens that were found in the device's
-        cache and in host memory, respectively. `loaded_blocks` is the number of blocks that were copied back from host
-        memory, and `lost_copies` is the number of failed copies. If `swap_dir` is set, `disk_blocks` is the number of
-        blocks that were read from files.
+        `prefix_hit_rate`: the fraction of prompt tokens that were found in the prefix cache.
+        `tiers`, with `swap_space`: `device_hits` and `host_hits` are the numbers of prompt tokens that were found in
+        the device's cache and in host memory, respectively. `loaded_blocks` is the number of blocks that were copied
+        back from host memory. `stored_blocks` is the number of blocks that were copied to host memory. `lost_copies` is
+        the number of failed copies. `host_rows_used` of the `host_rows` rows of host memory contain blocks and states.
+        A block takes one row, and a state takes several rows. If `swap_dir` is set, `disk_blocks` is the number of
+        blocks that were read from files, and `disk_files` is the number of files.
         `preemptions`: how often a sequence was preempted.
         `tokens`: the numbers of prompt tokens (`in`) and generated tokens (`out`).
         `steps`: the numbers of `prefill` steps (chunks of prompts), `decode` steps and `mixed` steps (both).

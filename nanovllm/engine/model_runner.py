@@ -54,6 +54,7 @@ class ModelRunner:
         self.device = config.device_of(tp.rank)
         self.sleepers: dict[str, Any] = {}  # owners of the memory that `sleep` frees, by tag: see rollout/
         self.host_blocks: Any = None  # with `swap_space`: see tiers/
+        self.measured_ms_per_token: float | None = None  # result of `time_per_token`, if it was measured
         with self.on_device():
             self._start(config, part_done)
 

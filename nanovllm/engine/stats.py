@@ -1,6 +1,6 @@
 """An engine's statistics, and its one-line description."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.scheduler import Scheduler
 
@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 def stats_of(scheduler: Scheduler) -> dict:
     """Return the dict of `LLMEngine.stats`. The caller must make sure that no step runs."""
-    totals, blocks = scheduler.totals, scheduler.block_manager
+    totals = scheduler.totals
+    blocks: Any = scheduler.block_manager
     num_free = len(blocks.free_block_ids)
     num_cached, groups = blocks.num_cached, blocks.groups()
     accepted = [totals[f"accepted_{i}"] for i in range(totals["num_speculative_tokens"])]
@@ -27,6 +28,7 @@ def stats_of(scheduler: Scheduler) -> dict:
         "loaded_blocks": totals["loaded_blocks"],
         "lost_copies": totals["lost_copies"],
         **({"disk_blocks": totals["disk_blocks"]} if totals["tiers"] > 2 else {}),
+        **(blocks.connector.usage() if totals["tiers"] else {}),
     }
     return {
         "requests": {"waiting": len(scheduler.waiting), "running": len(scheduler.prefilling) + len(scheduler.running)},

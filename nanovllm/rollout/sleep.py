@@ -10,7 +10,7 @@ import torch
 from nanovllm.engine.engine import Engine, UnavailableError
 from nanovllm.rollout.changes import Dropped, in_engine, refusing_requests
 from nanovllm.rollout.host_tensors import HostCache, HostWeights
-from nanovllm.utils.checks import check_choice
+from nanovllm.utils.checks import check_bool, check_choice
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
@@ -22,25 +22,38 @@ DROPPED = "sleep(level=2) has dropped the weights: load all weights before the e
 logger = logging.getLogger("nanovllm")
 
 
-def sleep(llm: "LLMEngine", level: int = 1) -> int:
+def sleep(llm: "LLMEngine", level: int = 1, keep_prefix_cache: bool = False) -> int:
     """Free the memory of the weights and of the KV cache. The engine does not generate until `wake_up` is called.
 
     Level 1 keeps the weights in host memory. Level 2 drops the weights. After `wake_up`, one or more calls of
     `load_weights` must load all weights. If the engine already sleeps, level 2 drops the weights that level 1 has kept.
 
+    By default, the prefix cache is emptied. If `keep_prefix_cache` is True, the blocks in host memory stay, and the
+    device's blocks are first copied there if they fit. After `wake_up`, prompts find these blocks again, unless the
+    weights were replaced.
+
     Returns the number of bytes freed on each GPU, or on the CPU. Raises ValueError for any other level, or if the
-    engine was started without `enable_sleep_mode=True`. Raises UnavailableError if weights are being replaced, if host
-    memory is too small, or if the engine has requests and is not paused. In these cases, nothing changes.
+    engine was started without `enable_sleep_mode=True`. Raises ValueError if `keep_prefix_cache` is combined with level
+    2, or with an engine without `swap_space`. Raises UnavailableError if weights are being replaced, if host memory is
+    too small, or if the engine has requests and is not paused. In all these cases, nothing changes.
     """
     check_choice("level", level, (1, 2))
+    check_bool("keep_prefix_cache", keep_prefix_cache)
     _check_enabled(llm)
+    if keep_prefix_cache and level == 2:
+        raise ValueError("keep_prefix_cache=True: must be False with level=2, because new weights need a new cache")
+    if keep_prefix_cache and not llm.core.scheduler.totals["tiers"]:
+        raise ValueError("keep_prefix_cache=True: needs swap_space, because sleep frees the device's cache")
 
     def work() -> int:
         core = llm.core
+        blocks: Any = core.scheduler.block_manager
         with refusing_requests(llm, "asleep", ASLEEP):
+            if keep_prefix_cache:
+                blocks.store_all()
             if (num_bytes := _on_all_ranks(core, MemoryCall("release", level))) is None:
                 raise UnavailableError("sleep(level=1): the host has too little memory to keep the weights")
-        core.scheduler.block_manager.clear_prefix_cache()  # no sequence holds blocks
+        (blocks.clear_device if keep_prefix_cache else blocks.clear_prefix_cache)()  # no sequence holds blocks
         if level == 2:
             core.unavailable["weights"] = Dropped(DROPPED)
             if core.adapters is not None:

@@ -75,8 +75,8 @@ class AsyncLLM(EngineClient):
     async def call(self, name: str, *arguments: Any) -> Any:
         return await asyncio.to_thread(getattr(self._calls, name), *arguments)
 
-    async def sleep(self, level: int = 1) -> int:
-        return await asyncio.to_thread(self.engine.sleep, level)
+    async def sleep(self, level: int = 1, keep_prefix_cache: bool = False) -> int:
+        return await asyncio.to_thread(self.engine.sleep, level, keep_prefix_cache)
 
     async def wake_up(self, tags: Collection[str] | None = None) -> None:
         await asyncio.to_thread(self.engine.wake_up, tags)

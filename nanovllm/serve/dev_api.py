@@ -41,9 +41,9 @@ def add_routes(app: FastAPI, llm: LLM) -> None:
             await to_thread(lambda: llm.load_weights(weights_of(body.path)))
         return json_response({"status": "updated"})
 
-    async def sleep(level: int = 1) -> Response:
-        with about(("level", "enable_sleep_mode")):
-            num_bytes = await to_thread(llm.sleep, level)
+    async def sleep(level: int = 1, keep_prefix_cache: bool = False) -> Response:
+        with about(("level", "keep_prefix_cache", "enable_sleep_mode")):
+            num_bytes = await to_thread(llm.sleep, level, keep_prefix_cache)
         return json_response({"status": "asleep", "num_bytes": num_bytes})
 
     async def wake_up(tags: Annotated[list[str] | None, Query()] = None) -> Response:

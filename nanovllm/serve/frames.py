@@ -21,6 +21,9 @@ A frame is a JSON-serializable dict of differences from the previous frame. Empt
 - `counts`: totals of prompt tokens, cached tokens, output tokens and preemptions; left out if unchanged.
 - `windows`: the number of blocks that sequences hold in the block tables of layers with a window; left out if
   unchanged. `tables` does not list blocks of layers with a window.
+- `tiers`: counts of the prefix cache's tiers outside the device; left out if unchanged, or if there are no such tiers.
+  The counts are: used rows of host memory, blocks copied to host memory, blocks copied back, files of blocks, and
+  blocks read from files. The first and fourth counts are current, and the other counts are totals.
 - `ttft`: seconds to the first token, for each sequence whose first token this step sampled.
 - `key`: facts about the engine. A frame with `key` does not depend on earlier frames.
 
@@ -64,6 +67,7 @@ class View:
     counts: list[int] = field(default_factory=lambda: [0] * 4)
     cached: set[int] = field(default_factory=set)
     windows: int = 0
+    tiers: list[int] = field(default_factory=list)
 
     @classmethod
     def from_key_frame(cls, frame: Frame) -> "View":
@@ -77,6 +81,7 @@ class View:
         self.waiting = frame.get("waiting", self.waiting)
         self.counts = frame.get("counts", self.counts)
         self.windows = frame.get("windows", self.windows)
+        self.tiers = frame.get("tiers", self.tiers)
         if "ms" in frame:
             self._apply_rows(frame.get("chunks", ()), (*self.decodes, *frame.get("sampled", ())))
         for name, *numbers in frame.get("seqs", ()):
@@ -128,4 +133,5 @@ class View:
             "decodes": self.decodes,
             "counts": self.counts,
             "windows": self.windows,
+            "tiers": self.tiers,
         }

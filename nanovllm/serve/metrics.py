@@ -47,11 +47,17 @@ COUNTERS: Quantities = {
         "Tokens of prompts that were found in host memory, also counted by prefix_cache_hits",
         lambda now: now.get("tiers", {}).get("host_hits", 0),
     ),
+    "disk_blocks": ("Cache blocks that were read from files", lambda now: now.get("tiers", {}).get("disk_blocks", 0)),
+    "lost_copies": (
+        "Copies of cache blocks that failed; the blocks are computed again",
+        lambda now: now.get("tiers", {}).get("lost_copies", 0),
+    ),
     "num_preemptions": ("Sequences that gave up their cache blocks", lambda now: now["preemptions"]),
     "spec_decode_num_drafts": ("Steps of sequences with drafts", lambda now: _drafts(now, "drafts")),
     "spec_decode_num_draft_tokens": ("Drafted tokens", lambda now: _drafts(now, "draft_tokens")),
     "spec_decode_num_accepted_tokens": ("Accepted drafts", lambda now: _drafts(now, "accepted_tokens")),
 }
+OWN = "disk_blocks", "lost_copies"  # vLLM has no such metrics
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 ZEROS = dict.fromkeys((*GAUGES, *COUNTERS, "blocks"), 0)
 
@@ -185,7 +191,7 @@ def _families(prefix: str, labels: list[str], engines: list[tuple[list[str], dic
     """Yield each quantity as a gauge or a counter. `engines` contains pairs (label values, quantities)."""
     for kind, quantities in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
         for name, (text, _) in quantities.items():
-            family = kind(f"{prefix}{name}", text, labels=labels)
+            family = kind(f"{'nanovllm:' if name in OWN and prefix == 'vllm:' else prefix}{name}", text, labels=labels)
             for values, engine in engines:
                 scale = max(1, engine["blocks"]) if name == "kv_cache_usage_perc" else 1
                 family.add_metric(values, engine[name] / scale)

@@ -15,6 +15,7 @@ from itertools import chain, islice
 from pathlib import Path
 from threading import Lock
 from time import perf_counter
+from typing import Any
 
 from nanovllm.engine.block_manager import Block
 from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
@@ -25,6 +26,7 @@ from nanovllm.serve.page import render_page
 
 MAX_WAITING = 32  # the most sequences of the queue that a frame shows
 COUNTS = ("prompt_tokens", "cached_tokens", "output_tokens")  # keys of the scheduler's totals
+TIERS = ("host_rows_used", "stored_blocks", "loaded_blocks", "disk_files", "disk_blocks")  # counts in a frame's `tiers`
 KEPT_FIELDS = ("step", "time", "ms", "decodes", "windows")  # fields that frames have even if they are empty
 logger = logging.getLogger("nanovllm")
 
@@ -68,6 +70,8 @@ class StepRecorder:
             "window": config.cache_window,
             "kv_cache_dtype": config.kv_cache_dtype,
             "swap_space": config.swap_space,
+            "swap_dir": config.swap_dir is not None,
+            "host_rows": self._usage().get("host_rows", 0),
             "max_num_seqs": config.max_num_seqs,
             "max_num_batched_tokens": config.max_num_batched_tokens,
             "takes_images": config.model_config.vision is not None,
@@ -92,6 +96,7 @@ class StepRecorder:
         self._waiting: list = [0]
         self._counts: list[int] = []
         self._num_windows = 0  # blocks that window tables hold
+        self._tiers: list[int] = []
         self._num_steps = 0
         self._began = perf_counter()
         self._last_end = 0.0  # the end of the last step, in seconds of `perf_counter`
@@ -215,7 +220,15 @@ class StepRecorder:
         counts = [*map(self._scheduler.totals.__getitem__, COUNTS), self._scheduler.num_preemptions]
         if counts != self._counts:
             frame["counts"] = self._counts = counts
+        if (usage := self._usage()) and (tiers := [usage.get(name, 0) for name in TIERS]) != self._tiers:
+            frame["tiers"] = self._tiers = tiers
         return {key: value for key, value in frame.items() if value or key in KEPT_FIELDS}
+
+    def _usage(self) -> dict[str, int]:
+        """Return counts of the tiers outside the device, or {} if there are no such tiers."""
+        totals = self._scheduler.totals
+        manager: Any = self._scheduler.block_manager
+        return {**totals, **manager.connector.usage()} if totals["tiers"] else {}
 
     def _update_tables(self, frame: Frame) -> set[int]:
         """Add changed block tables to the frame. Return the ids of blocks that sequences have released."""

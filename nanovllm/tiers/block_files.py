@@ -50,6 +50,9 @@ class BlockFiles:
         self._num_bytes = sum(self._sizes.values())
         self._delete_oldest()
 
+    def __len__(self) -> int:
+        return len(self._sizes)
+
     def __contains__(self, block_hash: int) -> bool:
         return block_hash in self._sizes
 

@@ -61,3 +61,7 @@ class Connector(ABC):
     @abstractmethod
     def clear(self) -> None:
         """Drop all blocks, because the weights have changed. Some copies may be unfinished."""
+
+    def usage(self) -> dict[str, int]:
+        """Return counts that `LLM.stats` and the page show. By default, there are none."""
+        return {}

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 logger = logging.getLogger("nanovllm")
 NUM_THREADS = 4
+RETRY_SECONDS = 60.0  # if reading is slower than computing, it is measured again after this time
 EXIT_SECONDS = 10.0  # `exit` writes blocks for at most this long
 SALT, SALT_BYTES = "salt", 8  # a file
 SAMPLE_BYTES = 2**20
@@ -77,6 +78,7 @@ class DiskTier(HostTier):
         self._threads = DaemonThreads("nanovllm-files", NUM_THREADS)
         self._writes: dict[int, Write] = {}  # by hash
         self._file_reads: list[Read] = []
+        self._read_seconds, self._measured_at = 0.0, 0.0  # a moving average per row, and the time of its last change
         super().__init__(engine, num_rows)
 
     def start(self, files: BlockFiles) -> None:
@@ -85,7 +87,7 @@ class DiskTier(HostTier):
     def contains(self, block_hash: int, token_ids: list[int]) -> bool:
         if block_hash in self._entries or self._files is None:
             return super().contains(block_hash, token_ids)
-        return block_hash in self._files  # `read` compares the token ids
+        return block_hash in self._files and self._is_worth_reading()  # `read` compares the token ids
 
     def put(self, blocks: list[CachedBlock]) -> None:
         self._advance()
@@ -118,6 +120,9 @@ class DiskTier(HostTier):
             logger.warning("swap_dir: is no longer used, because the prefix cache was cleared; a restart uses it again")
         self._files = None
         super().clear()
+
+    def usage(self) -> dict[str, int]:
+        return super().usage() | {"disk_files": 0 if self._files is None else len(self._files)}
 
     def save(self, contents: Iterable[CachedBlock]) -> None:
         """Write blocks to files, for at most EXIT_SECONDS. These blocks are on the device or in host memory.
@@ -184,10 +189,20 @@ class DiskTier(HostTier):
             sleep(0.001)
             self._advance()
 
+    def _is_worth_reading(self) -> bool:
+        """Return whether a block is read from a file in at most the time that computing the block takes.
+
+        Reads are measured while the engine runs. If the time to compute a token was not measured, return True.
+        """
+        ms_per_token = self._runner.measured_ms_per_token
+        if ms_per_token is None or monotonic() > self._measured_at + RETRY_SECONDS:
+            return True
+        return 1e3 * self._read_seconds <= self._engine.config.kvcache_block_size * ms_per_token
+
     def _begin_read(self, read: Read) -> None:
         if read.rows_are_free() and self._files is not None:
             rows_of_blocks = {block_hash: (x.token_ids, self._rows(x)) for block_hash, x in read.entries.items()}
-            submit = partial(self._threads.submit, self._files.read)
+            submit = partial(self._threads.submit, _seconds_of, self._files.read)
             read.futures = {block_hash: submit(block_hash, *rows) for block_hash, rows in rows_of_blocks.items()}
 
     def _has_arrived(self, read: Read) -> bool:
@@ -208,6 +223,11 @@ class DiskTier(HostTier):
         assert self._files is not None, "`clear` would have ended the read"
         self._file_reads.remove(read)
         errors = {block_hash: error for block_hash, future in futures.items() if (error := future.exception())}
+        if found := futures.keys() - errors.keys():
+            num_rows = sum(len(read.entries[block_hash].rows) for block_hash in found)
+            seconds = sum(futures[block_hash].result() for block_hash in found)
+            measured = seconds / num_rows / min(NUM_THREADS, len(futures))
+            self._read_seconds, self._measured_at = (self._read_seconds or measured) / 2 + measured / 2, monotonic()
         for block_hash in futures:
             if isinstance(errors.get(block_hash), (DamagedFileError, FileNotFoundError)):
                 self._files.remove(block_hash)
@@ -247,6 +267,13 @@ class DiskTier(HostTier):
         """Return an entry's rows on all ranks. The rows of rank 0 come first."""
         rows_of_ranks = self._runner.host_blocks.rows_of_ranks.numpy()
         return [rows[row] for rows in rows_of_ranks for row in entry.rows]
+
+
+def _seconds_of(work: Callable[..., object], *arguments: object) -> float:
+    """Call a function, and return how many seconds the call took."""
+    begin = monotonic()
+    work(*arguments)
+    return monotonic() - begin
 
 
 def _parts(items: Iterable[T], size: int) -> Iterator[list[T]]:

@@ -38,7 +38,7 @@ class HostTier(Connector):
     """
 
     def __init__(self, engine: Engine, num_rows: int):
-        self._engine, self._num_rows, self._num_copies = engine, num_rows, 0
+        self._engine, self._num_rows, self._num_copies, self._num_stored = engine, num_rows, 0, 0
         self.clear()
         self._copies: dict[int, int] = {}  # block id -> number of its last copy, if no step waits for this copy yet
         self._reads: dict[int, list[Entry]] = {}  # by number of a copy to the device: the entries that it reads
@@ -59,6 +59,7 @@ class HostTier(Connector):
             elif rows := self._pop_rows(len(ids := self._ids_of_rows(block))):
                 self._entries[block.block_hash] = Entry(block.token_ids, rows)
                 copies += zip(ids, rows)
+                self._num_stored += len(block.block_ids)
         if copies:
             self._copy("put", copies)
 
@@ -87,6 +88,10 @@ class HostTier(Connector):
     def clear(self) -> None:
         self._free_rows = [*reversed(range(self._num_rows))]
         self._entries: OrderedDict[int, Entry] = OrderedDict()  # by hash; the least recently used entry is first
+
+    def usage(self) -> dict[str, int]:
+        num_used = self._num_rows - len(self._free_rows)
+        return {"host_rows": self._num_rows, "host_rows_used": num_used, "stored_blocks": self._num_stored}
 
     @property
     def _runner(self) -> "ModelRunner":

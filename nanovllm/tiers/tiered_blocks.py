@@ -116,12 +116,25 @@ class TieredBlockManager(BlockManager):
         self._stored.discard(block.block_id)
 
     def clear_prefix_cache(self) -> None:
-        super().clear_prefix_cache()
+        self.clear_device()
         self.connector.clear()
+
+    def clear_device(self) -> None:
+        """Empty the device's prefix cache, but not the store."""
+        super().clear_prefix_cache()
         self._stored.clear()
         self._arriving.clear()
+        self._loaded.clear()
         for load in self.loads:
             load.contents = []
+
+    def store_all(self) -> None:
+        """Store what the device's prefix cache contains. The most recently used blocks are stored last."""
+        place = {block_id: i for i, block_id in enumerate(self.free_block_ids)}
+        found = [(self.hash_to_block_id[max(x.block_hash, ~x.block_hash)], x) for x in self.contents()]
+        contents = iter([x for _, x in sorted(found, key=lambda pair: place.get(pair[0], len(place)))])
+        while part := [*islice(contents, MAX_AHEAD_PER_STEP)]:
+            self._put_at_once(part)
 
     def contents(self) -> Iterator[CachedBlock]:
         """Yield the contents of the device's prefix cache. The blocks that were cached last come first."""
@@ -406,8 +419,8 @@ class TieredWindows(TieredBlockManager, WindowBlockManager):
         super()._share(columns)
         self._passed.difference_update(column[0] for column in columns)
 
-    def clear_prefix_cache(self) -> None:
-        super().clear_prefix_cache()
+    def clear_device(self) -> None:
+        super().clear_device()
         self._passed.clear()
 
     def contents(self) -> Iterator[CachedBlock]:
