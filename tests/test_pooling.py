@@ -95,6 +95,18 @@ def save(folder: Path, model, files: dict | None = None, has_yes: bool = False) 
     return str(folder)
 
 
+def add_special_ends(folder: Path) -> None:
+    """The tokenizer puts special tokens around a text, of which Qwen3-Embedding's has the one at the end."""
+    file = folder / "tokenizer.json"
+    special = lambda content: {"SpecialToken": {"id": content, "type_id": 0}}
+    single, tokens = [special("<|im_start|>"), {"Sequence": {"id": "A", "type_id": 0}}, special("<|im_end|>")], {}
+    for content, token_id in (("<|im_start|>", 2046), ("<|im_end|>", 2047)):
+        tokens[content] = {"id": content, "ids": [token_id], "tokens": [content]}
+    pair = [*single, {"Sequence": {"id": "B", "type_id": 0}}, special("<|im_end|>")]
+    processor = {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": tokens}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"post_processor": processor}))
+
+
 def modules(*names: str) -> list[dict]:
     return [
         {"idx": i, "name": str(i), "path": f"{i}_{name}" if i else "", "type": f"sentence_transformers.models.{name}"}
@@ -224,6 +236,31 @@ def test_prompts_and_instructions(make_llm, tmp_path):
         prompt_of(prompt_name="query", instruction="Find cats")
 
 
+@pytest.mark.parametrize("schedule", ["whole", "chunks"])
+def test_truncation(make_llm, tmp_path, schedule):
+    """As transformers cuts texts, on the right: special tokens around a text stay."""
+    model, text = reference("Qwen3", "Model"), TEXTS[3] * 20
+    add_special_ends(Path(save(tmp_path, model)))
+    llm = make_llm(tmp_path, **SMALL | SCHEDULES[schedule])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    embed = lambda prompt, n=None: llm.embed(prompt, truncate_prompt_tokens=n, use_tqdm=False)[0]
+    for n in (2, 3, 20, MAX_LEN, -1):
+        output, ids = embed(text, n), tokenizer(text, truncation=True, max_length=n % (MAX_LEN + 1))["input_ids"]
+        assert output.prompt_token_ids == ids == embed({"prompt": text}, n).prompt_token_ids
+        assert ids[0] == 2046 and ids[-1] == 2047 and output.prompt == tokenizer.decode(ids)
+        assert_vectors([output], [expected_embedding(model, ids, "last")])
+    assert embed("the", 5).prompt == "the"
+    assert embed([*range(5, 405)]).prompt_token_ids == embed([*range(5, 500)], -1).prompt_token_ids == [*range(5, 405)]
+    chat = [{"role": "user", "content": text}]
+    whole = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    assert embed(chat, 9).prompt_token_ids == tokenizer.encode(whole, add_special_tokens=False)[:9]
+    for n, bound in ((1, "least 2"), (401, "most 400"), (-2, "least -1")):
+        with pytest.raises(ValueError, match=f"truncate_prompt_tokens={n}: must be at {bound}"):
+            embed(text, n)
+    with pytest.raises(ValueError, match="tokens; must be at most max_model_len"):
+        embed(text)
+
+
 def test_default_prompt(make_llm, tmp_path):
     files = pooled(LAST, passage="passage: ")
     files["config_sentence_transformers.json"]["default_prompt_name"] = "passage"
@@ -326,11 +363,40 @@ def test_logit_score(make_llm, tmp_path):
             llm.score("cats", "Cats purr.", template=wrong)
 
 
+def test_cut_documents(make_llm, tmp_path):
+    """The template and the query stay whole."""
+    llm = make_llm(save(tmp_path, reference("Qwen3", "ForSequenceClassification", 1)), **SMALL)
+    prompt = lambda text: RERANKER_TEMPLATE.format(instruction=RERANKER_INSTRUCTION, query="cats", document=text)
+    rest, count = len(llm.tokenizer.encode(prompt(""))), lambda text: len(llm.tokenizer.encode(text))
+    for text in (TEXTS[3] * 9, "ä🐈 " * 300, "a\n \n" * 300):
+        for n, options in (
+            (1, dict(max_tokens_per_doc=1)),
+            (33, dict(max_tokens_per_doc=33)),
+            (20, dict(max_tokens_per_doc=33, truncate_prompt_tokens=rest + 20)),
+            (MAX_LEN - rest, dict(truncate_prompt_tokens=-1)),
+        ):
+            full, short = llm.score("cats", [text, "Cats purr."], use_tqdm=False, **options)
+            head, tail = prompt("\0").split("\0")
+            document = full.prompt.removeprefix(head).removesuffix(tail)
+            assert prompt(document) == full.prompt and text.startswith(document)
+            assert n - 8 <= count(document) <= n + ("truncate_prompt_tokens" in options)  # the template adds a space
+            num_tokens = len(full.prompt_token_ids)
+            assert num_tokens == count(full.prompt) <= MAX_LEN and (n != 20 or num_tokens <= rest + 20)
+            assert n == 1 or short.prompt == prompt("Cats purr.")
+    with pytest.raises(ValueError, match=r"truncate_prompt_tokens=40: the prompt needs more than \d+ tokens"):
+        llm.score("cats", text, truncate_prompt_tokens=40)
+    for name, n in (("max_tokens_per_doc", 0), ("truncate_prompt_tokens", 401)):
+        with pytest.raises(ValueError, match=f"{name}={n}: must be at "):
+            llm.score("cats", text, **{name: n})
+
+
 def test_pairs_of_other_families(make_llm, tmp_path):
     """The tokenizer joins the texts."""
     llm = make_llm(save(tmp_path, reference("Llama", "ForSequenceClassification", 1)), **SMALL)
     (output,) = llm.score("cats", "Cats purr.", use_tqdm=False)
     assert output.prompt_token_ids == llm.tokenizer("cats", "Cats purr.")["input_ids"] and output.prompt is None
+    (output,) = llm.score("cats", TEXTS[3] * 20, truncate_prompt_tokens=9, use_tqdm=False)
+    assert output.prompt_token_ids == llm.tokenizer("cats", TEXTS[3])["input_ids"][:9]
     for template in (None, "{query} {document}"):
         with pytest.raises(
             ValueError, match="instruction='Find cats': the text of a query and a document has no place"
@@ -470,8 +536,8 @@ def test_order_of_many_labels(tmp_path):
 
 
 def test_arguments(embedder):
-    with pytest.raises(ValueError, match="prompt: has 400 tokens; must be fewer than max_model_len .*is 400 tokens"):
-        embedder.embed([[5], [5] * 400])
+    with pytest.raises(ValueError, match="prompt: has 401 tokens; must be at most max_model_len .*is 400 tokens"):
+        embedder.embed([[5], [5] * 401])
     with pytest.raises(TypeError, match="prompts=3: must be"):
         embedder.embed(3)
     with pytest.raises(TypeError, match="normalize='yes': must be True or False"):
@@ -550,6 +616,9 @@ def test_async(tmp_path):
             assert_vectors(texts, [expected_embedding(model, x.prompt_token_ids, "last") for x in texts])
             assert_vectors(short, [expected_embedding(model, x.prompt_token_ids, "last", 8) for x in short])
             assert query.prompt == "query: cats"
+            for text in (TEXTS[3] * 5, TEXTS[3] * 500):  # the second is for the lane of long texts
+                (cut,) = await llm.embed(text, prompt_name="query", truncate_prompt_tokens=7)
+                assert cut.prompt_token_ids == llm.input_processor.encode("query: " + TEXTS[3])[:7]
             many = await llm.embed([[5 + i % 1000] * 3 for i in range(700)])  # more than may wait at a time
             assert_vectors(many[690:], [expected_embedding(model, x.prompt_token_ids, "last") for x in many[690:]])
             with pytest.raises(ValueError, match="this engine computes embeddings"):
@@ -593,13 +662,17 @@ def test_embeddings_over_http(tmp_path, monkeypatch):
             token_ids = server.llm.input_processor.encode("query: cats")
             assert np.allclose(named, expected_embedding(model, token_ids, "last"), atol=1e-5)
             cut = create(input=TEXTS[3], extra_body={"truncate_prompt_tokens": 5}).data[0].embedding
+            assert np.allclose(cut, expected_embedding(model, ids[3][:5], "last"), atol=1e-5)
+            options = {"truncate_prompt_tokens": 5, "truncation_side": "left"}
+            cut = create(input=TEXTS[3], extra_body=options).data[0].embedding
             assert np.allclose(cut, expected_embedding(model, ids[3][-5:], "last"), atol=1e-5)
+            assert create(input=TEXTS[3] * 99, extra_body={"truncate_prompt_tokens": -1}).usage.total_tokens == MAX_LEN
             for options, param in (
                 ({"input": []}, "input"),
                 ({"input": [[5], [99999]]}, "input"),
                 ({"input": "x", "dimensions": 65}, "dimensions"),
                 ({"input": "x", "extra_body": {"prompt_name": "a"}}, "prompt_name"),
-                ({"input": [[5] * 400]}, "input"),
+                ({"input": [[5] * 401]}, "input"),
             ):
                 with pytest.raises(openai.BadRequestError) as error:
                     create(**options)
@@ -643,14 +716,43 @@ def test_reranking_over_http(tmp_path, monkeypatch):
         ids = [server.llm.input_processor.encode(prompt(text)) for text in TEXTS[:3]]
         scores = [model(torch.tensor([x])).logits[0, 0].sigmoid().item() for x in ids]
         order = sorted(range(3), key=lambda i: -scores[i])
-        for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        for path, has_documents in (("/rerank", True), ("/v1/rerank", True), ("/v2/rerank", False)):
             documents = [TEXTS[0], {"text": TEXTS[1]}, TEXTS[2]]
-            answer = post(path, model="tiny-qwen3", query="cats", documents=documents, top_n=2).json()
+            query = "cats" if path == "/v2/rerank" else {"text": "cats"}
+            body = dict(model="tiny-qwen3", query=query, documents=documents, top_n=2, priority=999)
+            answer = post(path, **body).json()
+            assert answer["object"] == "list" and "data" not in answer
             assert [x["index"] for x in answer["results"]] == order[:2]
             assert answer["usage"]["total_tokens"] == sum(map(len, ids))
             for x in answer["results"]:
                 assert x["relevance_score"] == pytest.approx(scores[x["index"]], abs=1e-5)
-                assert x["document"] == {"text": TEXTS[x["index"]]}
+                assert x.get("document") == ({"text": TEXTS[x["index"]]} if has_documents else None)
+            answer = post(path, **body, return_documents=not has_documents).json()
+            assert [*map(bool, (x.get("document") for x in answer["results"]))] == [not has_documents] * 2
+        documents = [{"title": TEXTS[0], "text": TEXTS[1]}, {"text": TEXTS[2]}]
+        body = dict(query="cats", documents=documents)
+        for names, texts in (
+            (["title", "text"], [f"{TEXTS[0]}\n{TEXTS[1]}", TEXTS[2]]),
+            (["text", "title"], [f"{TEXTS[1]}\n{TEXTS[0]}", TEXTS[2]]),
+            (None, TEXTS[1:3]),
+        ):
+            answer = post("/v1/rerank", **body, rank_fields=names).json()
+            found = {x["index"]: (x["relevance_score"], x["document"]) for x in answer["results"]}
+            scored = post("/score", text_1="cats", text_2=texts).json()["data"]
+            assert found == {i: (pytest.approx(scored[i]["score"], abs=1e-6), documents[i]) for i in range(2)}
+        long = [TEXTS[3] * 99, TEXTS[3]]
+        num_tokens = len(server.llm.input_processor.encode(prompt("")))
+        for options, total in (
+            (dict(max_tokens_per_doc=9), 2 * (num_tokens + 9)),
+            (dict(truncate_prompt_tokens=num_tokens + 5), 2 * (num_tokens + 5)),
+            (dict(max_tokens_per_doc=5000), len(server.llm.input_processor.encode(prompt(TEXTS[3]))) + MAX_LEN),
+        ):
+            for answer in (
+                post("/v2/rerank", query="cats", documents=long, **options),
+                post("/score", text_1="cats", text_2=long, **options),
+            ):
+                assert answer.status_code == 200 and total - 2 <= answer.json()["usage"]["total_tokens"] <= total
+        assert post("/v2/rerank", query="cats", documents=long).json()["error"]["code"] == "context_length_exceeded"
         answer = post("/rerank", query="cats", documents=TEXTS[:3], return_documents=False).json()
         assert len(answer["results"]) == 3 and "document" not in answer["results"][0]
         answer = post("/score", text_1="cats", text_2=TEXTS[:3]).json()
@@ -662,6 +764,11 @@ def test_reranking_over_http(tmp_path, monkeypatch):
             ({"query": "x", "documents": []}, "documents"),
             ({"query": "x", "documents": [{"title": "y"}]}, "documents"),
             ({"query": "x", "documents": ["y"], "top_n": 0}, "top_n"),
+            ({"query": "x", "documents": [{"title": "y"}], "rank_fields": ["name"]}, "documents"),
+            ({"query": "x", "documents": [{"title": 3}], "rank_fields": ["title"]}, "documents"),
+            ({"query": "x", "documents": ["y"], "max_tokens_per_doc": 0}, "max_tokens_per_doc"),
+            ({"query": "x", "documents": ["y"], "truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
+            ({"query": {"image": "x"}, "documents": ["y"]}, "query"),
             ({"documents": ["y"]}, "query"),
         ):
             answer = post("/rerank", **body)
