@@ -777,6 +777,63 @@ def test_reranking_over_http(tmp_path, monkeypatch):
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "text_1", answer.text
 
 
+@pytest.mark.clients
+def test_clients_of_embeddings(tmp_path, monkeypatch):
+    """LangChain's client sends texts, or token ids of a tokenizer of its own, and asks for base64."""
+    langchain = pytest.importorskip("langchain_openai")
+    model = reference("Qwen3", "Model")
+    with serving(save(tmp_path, model, pooled(LAST, "Normalize")), monkeypatch) as server:
+        options = dict(base_url=f"{server.url}/v1", api_key="none", check_embedding_ctx_length=False, max_retries=0)
+        client = langchain.OpenAIEmbeddings(model="tiny-qwen3", **options)
+        vectors = [
+            *client.embed_documents(TEXTS),
+            client.embed_query(TEXTS[0]),
+            *asyncio.run(client.aembed_documents(TEXTS)),
+        ]
+        for text, vector in zip([*TEXTS, TEXTS[0], *TEXTS], vectors, strict=True):
+            expected = expected_embedding(model, server.llm.input_processor.encode(text), "last")
+            assert np.allclose(vector, expected, atol=1e-5)
+        short = langchain.OpenAIEmbeddings(model="tiny-qwen3", dimensions=8, **options).embed_query("cats")
+        expected = expected_embedding(model, server.llm.input_processor.encode("cats"), "last", 8)
+        assert np.allclose(short, expected, atol=1e-5)
+        cut = {"truncate_prompt_tokens": -1}
+        client = langchain.OpenAIEmbeddings(model="tiny-qwen3", model_kwargs={"extra_body": cut}, **options)
+        ids = server.llm.input_processor.encode(TEXTS[3] * 50)[:MAX_LEN]
+        assert np.allclose(client.embed_query(TEXTS[3] * 50), expected_embedding(model, ids, "last"), atol=1e-5)
+
+
+@pytest.mark.clients
+def test_clients_of_rerankers(tmp_path, monkeypatch):
+    """Cohere's client for both versions of its API, and LangChain's on top of it."""
+    cohere, httpx = pytest.importorskip("cohere"), pytest.importorskip("httpx")
+    model = reference("Qwen3", "ForSequenceClassification", 1)
+    with serving(save(tmp_path, model), monkeypatch) as server:
+        body = {"text_1": "cats", "text_2": [TEXTS[0], TEXTS[1], f"{TEXTS[0]}\n{TEXTS[1]}"]}
+        first, second, both = (x["score"] for x in httpx.post(f"{server.url}/score", json=body).json()["data"])
+        plain = {0: pytest.approx(first, abs=1e-6), 1: pytest.approx(second, abs=1e-6)}
+        found = lambda results: {x.index: x.relevance_score for x in results}
+        options = dict(model="tiny-qwen3", query="cats")
+        with cohere.ClientV2("none", base_url=server.url) as client:
+            assert found(client.rerank(documents=TEXTS[:2], **options).results) == plain
+            cut = client.rerank(documents=[TEXTS[0] + TEXTS[3] * 99], max_tokens_per_doc=4096, priority=3, **options)
+            assert len(cut.results) == 1
+            results = client.rerank(documents=TEXTS[:2], top_n=1, **options).results
+            assert found(results) == {i: x for i, x in plain.items() if x == max(first, second)}
+            with pytest.raises(cohere.errors.BadRequestError, match="max_model_len"):
+                client.rerank(documents=[TEXTS[3] * 99], **options)
+        with cohere.Client("none", base_url=server.url) as client:
+            documents = [{"title": TEXTS[0], "text": TEXTS[1]}, TEXTS[1]]
+            fields = dict(rank_fields=["title", "text"], return_documents=True)
+            results = client.rerank(documents=documents, **fields, **options).results
+            assert found(results) == {0: pytest.approx(both, abs=1e-6), 1: plain[1]}
+            assert {x.index: x.document.text for x in results} == {0: TEXTS[1], 1: TEXTS[1]}
+            results = client.rerank(documents=TEXTS[:2], return_documents=False, **options).results
+            assert found(results) == plain and results[0].document is None
+        langchain = pytest.importorskip("langchain_cohere")
+        compressor = langchain.CohereRerank(cohere_api_key="none", base_url=server.url, model="tiny-qwen3", top_n=5)
+        assert {x["index"]: x["relevance_score"] for x in compressor.rerank(TEXTS[:2], "cats")} == plain
+
+
 def test_fronts(tmp_path, monkeypatch):
     """The same vectors through an HTTP process of its own."""
     front_tests = pytest.importorskip("test_fronts")
