@@ -123,6 +123,10 @@ def pooled(mode: dict, *more: str, **prompts) -> dict:
     return files | {"config_sentence_transformers.json": {"prompts": prompts, "default_prompt_name": None}}
 
 
+def saved(**entries) -> dict:
+    return {"config_sentence_transformers.json": entries}
+
+
 LAST = {"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True, "include_prompt": True}
 MEAN = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
 CLS = {"pooling_mode": "cls", "include_prompt": True}
@@ -363,6 +367,37 @@ def test_logit_score(make_llm, tmp_path):
             llm.score("cats", "Cats purr.", template=wrong)
 
 
+def test_settings_of_sentence_transformers(make_llm, tmp_path, monkeypatch):
+    """The checkpoint's length limit cuts texts, and its size shortens vectors, unless the caller asks otherwise."""
+    model, files = reference("Qwen3", "Model"), pooled(LAST, "Normalize")
+    files["config_sentence_transformers.json"]["truncate_dim"] = 16
+    files["sentence_bert_config.json"] = {"max_seq_length": 12, "do_lower_case": False}
+    add_special_ends(Path(save(tmp_path, model, files)))
+    llm = make_llm(tmp_path, **SMALL)
+    ids = transformers.AutoTokenizer.from_pretrained(tmp_path)(TEXTS[3], truncation=True, max_length=12)["input_ids"]
+    for n in (None, -1, 12, 100):
+        (output,) = llm.embed(TEXTS[3], truncate_prompt_tokens=n, use_tqdm=False)
+        assert output.prompt_token_ids == ids
+        assert_vectors([output], [expected_embedding(model, ids, "last", 16)])
+    (output,) = llm.embed(TEXTS[3], dimensions=64, truncate_prompt_tokens=5, use_tqdm=False)
+    assert_vectors([output], [expected_embedding(model, ids[:4] + ids[-1:], "last")])
+
+    async def main():
+        async with AsyncLLM(str(tmp_path), dtype="float32", device="cpu", **SMALL) as llm:
+            assert (await llm.embed(TEXTS[3]))[0].prompt_token_ids == ids
+
+    asyncio.run(main())
+    httpx = pytest.importorskip("httpx")
+    with serving(str(tmp_path), monkeypatch) as server:
+        answer = httpx.post(f"{server.url}/v1/embeddings", json={"input": TEXTS[3]}).json()
+        assert answer["usage"]["prompt_tokens"] == 12 and len(answer["data"][0]["embedding"]) == 16
+    with pytest.raises(ValueError, match="truncate_prompt_tokens=401: must be at most 400"):
+        llm.embed(TEXTS[3], truncate_prompt_tokens=401)
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 500}')
+    with pytest.raises(ValueError, match="tokens; must be at most max_model_len"):
+        make_llm(tmp_path, **SMALL).embed(TEXTS[3] * 20)
+
+
 def test_cut_documents(make_llm, tmp_path):
     """The template and the query stay whole."""
     llm = make_llm(save(tmp_path, reference("Qwen3", "ForSequenceClassification", 1)), **SMALL)
@@ -498,6 +533,22 @@ REFUSED = [
     ({}, pooled({"pooling_mode": "max"}), "1_Pooling/config.json: pooling_mode='max': must be one of 'lasttoken'"),
     ({}, pooled({"pooling_mode": ["mean", "cls"]}), r"pooling_mode='mean\+cls': must be one of"),
     ({}, pooled(MEAN | {"include_prompt": False}), "include_prompt=false: must be true with pooling_mode 'mean'"),
+    ({}, pooled(LAST) | {"sentence_bert_config.json": {"do_lower_case": True}}, "bert_config.json: do_lower_case=true"),
+    (
+        {},
+        pooled(LAST) | {"sentence_bert_config.json": {"max_seq_length": 0}},
+        "bert_config.json: max_seq_length=0: must",
+    ),
+    (
+        {},
+        {"modules.json": modules("Pooling"), "1_Pooling/config.json": LAST} | saved(truncate_dim=65),
+        "truncate_dim=65",
+    ),
+    (
+        {},
+        pooled(LAST) | saved(default_prompt_name="web"),
+        "config_sentence_transformers.json: default_prompt_name='web': must be one of 'query', 'document'",
+    ),
     (
         {},
         {"modules.json": modules("LogitScore"), "1_LogitScore/config.json": {"true_token_id": 9999}},
@@ -527,6 +578,28 @@ def test_refused_classifiers(tmp_path, entries, message):
     (tmp_path / "config.json").write_text(json.dumps(config | entries))
     with pytest.raises(ValueError, match=message):
         Config(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "settings, task",
+    [
+        (dict(), "embed"),
+        (dict(runner="auto"), "embed"),
+        (dict(runner="pooling"), "embed"),
+        (dict(runner="generate"), "generate"),
+        (dict(runner="pooling", task="embed"), "embed"),
+        (dict(runner="pooling", task="generate"), "runner='pooling': contradicts task='generate'"),
+        (dict(runner="generate", task="embed"), "runner='generate': contradicts task='embed'"),
+    ],
+)
+def test_runner(tmp_path, settings, task):
+    """vLLM's name for generation or pooling."""
+    folder = save(tmp_path, reference("Qwen3", "Model"))
+    if task in ("embed", "generate"):
+        assert Config.create(folder, settings).task == task
+    else:
+        with pytest.raises(ValueError, match=task):
+            Config.create(folder, settings)
 
 
 def test_order_of_many_labels(tmp_path):
@@ -593,8 +666,10 @@ def test_vllm(tmp_path):
         assert np.allclose(output.outputs.data.numpy(), expected, atol=1e-5) and output.outputs.hidden_size == 64
         with pytest.raises(TypeError, match="unknown parameter 'dimension'"):
             vllm.PoolingParams(dimension=8)
+    with vllm.LLM("tiny-qwen3", runner="pooling", **settings) as llm:  # of a model that generates text
+        assert llm.config.task == "embed" and len(llm.embed("x", use_tqdm=False)[0].outputs.embedding) == 256
     model = reference("Qwen3", "ForSequenceClassification", 1)
-    with vllm.LLM(save(tmp_path, model), **settings) as llm:
+    with vllm.LLM(save(tmp_path, model), runner="pooling", **settings) as llm:
         (output,) = llm.score("cats", "Cats purr.", use_tqdm=False)
         ids = llm.tokenizer.encode("cats") + llm.tokenizer.encode("Cats purr.")
         assert output.prompt_token_ids == ids

@@ -59,8 +59,19 @@ def pairs_of(query: Any, documents: Any) -> list[tuple[str, str]]:
     return [*zip(queries, texts)]
 
 
+def num_kept_of(config: Config, truncate_prompt_tokens: int | None) -> int | None:
+    """Return the number of tokens to keep of a prompt: the caller's, but no more than the checkpoint's `max_tokens`."""
+    most, num_kept = config.pooling.max_tokens, truncate_prompt_tokens
+    if most is None or most > config.max_model_len:  # then a longer prompt would be cut to another length: an error
+        return num_kept
+    if num_kept is not None:
+        check_int("truncate_prompt_tokens", num_kept, low=-1, high=config.max_model_len)
+    return most if num_kept in (None, -1) else min(num_kept, most)
+
+
 def cut_prompts(prompts: list[Prompt], num_kept: int | None, processor: InputProcessor) -> list[Prompt]:
-    """Cut each prompt to `num_kept` tokens. None leaves the prompts unchanged."""
+    """Cut each prompt to `num_kept` tokens. None leaves the prompts unchanged, unless the checkpoint has a limit."""
+    num_kept = num_kept_of(processor.config, num_kept)
     return prompts if num_kept is None else [cut_prompt(prompt, num_kept, processor) for prompt in prompts]
 
 

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from nanovllm.pooling.pooling_outputs import PoolingOutput
 from nanovllm.pooling.pooling_params import PoolingParams
-from nanovllm.pooling.pooling_prompts import prefix_of, with_prefix
+from nanovllm.pooling.pooling_prompts import num_kept_of, prefix_of, with_prefix
 from nanovllm.pooling.task import check_task
 from nanovllm.serve import protocol
 from nanovllm.serve.answers import encoded
@@ -152,8 +152,9 @@ def add_routes(app: FastAPI, api: Api) -> None:
 
     async def embeddings(body: EmbeddingBody, request: Request) -> Response:
         async def compute() -> list[PoolingOutput]:
-            check_task(llm.input_processor.config, "embed")
-            prompts = prepared(body, prefix_of(llm.input_processor.config, body.prompt_name, body.instruction))
+            check_task(config := llm.input_processor.config, "embed")
+            body.truncate_prompt_tokens = num_kept_of(config, body.truncate_prompt_tokens)
+            prompts = prepared(body, prefix_of(config, body.prompt_name, body.instruction))
             params = PoolingParams(dimensions=body.dimensions, normalize=body.normalize)
             return await pool(llm, prompts, params, **body.options)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.pooling.pooling_outputs import PoolingOutput
 from nanovllm.pooling.pooling_params import PoolingParams
-from nanovllm.pooling.pooling_prompts import pair_prompt, pairs_of, prefix_of, with_prefix
+from nanovllm.pooling.pooling_prompts import num_kept_of, pair_prompt, pairs_of, prefix_of, with_prefix
 from nanovllm.pooling.task import check_task
 from nanovllm.requests.prompts import as_prompts
 from nanovllm.requests.request import Prompt
@@ -35,7 +35,7 @@ async def embed(
     prefix = prefix_of(config, prompt_name, instruction)
     params = PoolingParams(dimensions=dimensions, normalize=normalize)
     texts = [with_prefix(prompt, prefix) for prompt in as_prompts(prompts)]
-    return await pool(self, _cut(texts, truncate_prompt_tokens), params, **options)
+    return await pool(self, _cut(texts, num_kept_of(config, truncate_prompt_tokens)), params, **options)
 
 
 async def score(
