@@ -632,7 +632,7 @@ def test_abort(embedder):
         output = embedder.embed([[7] * 200], use_tqdm=False)
     finally:
         embedder.core.on_step.remove(interrupt)
-    assert output[0].finished and embedder.stats()["blocks"]["used"] == 0
+    assert output[0].finished and output[0].metrics.first_token_time is None and embedder.stats()["blocks"]["used"] == 0
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -642,6 +642,9 @@ def test_trace(make_llm, tmp_path, is_async):
     with trace(llm, tmp_path / "run.html") as recorder:
         llm.embed([[5 + i] * 40 for i in range(4)], use_tqdm=False)
     frames, _ = recorder.frames_since(0)
+    assert frames[0]["key"]["task"] == "embed" and llm.stats()["pooled"] == {"embed": 4}
+    assert len([seconds for frame in frames for seconds in frame.get("pooled", ()) if 0 < seconds < 60]) >= 3
+    assert not any(frame.get("ttft") for frame in frames)
     names = [name for frame in frames for name, *_ in frame.get("seqs", ())]
     released = [entry for frame in frames for entry in frame.get("released", ())]
     assert sorted(map(tuple, released)) == [(name, "stop") for name in sorted(names)] and len(names) >= 3
@@ -767,8 +770,11 @@ def test_embeddings_over_http(tmp_path, monkeypatch):
             answer = httpx.post(server.url + path, json=body)
             assert answer.status_code == 400 and "task='embed'" in answer.json()["error"]["message"]
         metrics = httpx.get(f"{server.url}/metrics").text
+        (vectors,) = [line for line in metrics.splitlines() if line.startswith("nanovllm:pooled_prompts_total{")]
+        assert 'task="embed"' in vectors and "first_token" not in metrics and "per_output_token" not in metrics
         (number,) = [line for line in metrics.splitlines() if line.startswith("vllm:request_success_total{")]
-        assert 'finished_reason="stop"' in number and float(number.split()[-1]) >= 24
+        assert 'finished_reason="stop"' in number and float(vectors.split()[-1]) == float(number.split()[-1]) >= 24
+        assert f'vllm:e2e_request_latency_seconds_count{{model_name="tiny-qwen3"}} {number.split()[-1]}' in metrics
         assert 'vllm:generation_tokens_total{model_name="tiny-qwen3"} 0.0' in metrics
         server.wait_until_free()
 

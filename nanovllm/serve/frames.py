@@ -22,6 +22,7 @@ A frame is a JSON-serializable dict of differences from the previous frame. Empt
 - `windows`: the number of blocks that sequences hold in the block tables of layers with a window; left out if
   unchanged. `tables` does not list blocks of layers with a window.
 - `ttft`: seconds to the first token, for each sequence that got its first token.
+- `pooled`: with a task that pools, seconds to the vector, for each sequence that got its vector.
 - `key`: facts about the engine. A frame with `key` does not depend on earlier frames.
 
 The name of a sequence is its request's id, such as "12", or "12.3" if the request has several answers. Neither text nor
