@@ -669,6 +669,10 @@ def test_vllm(tmp_path):
         assert np.allclose(output.outputs.data.numpy(), expected, atol=1e-5) and output.outputs.hidden_size == 64
         with pytest.raises(TypeError, match="unknown parameter 'dimension'"):
             vllm.PoolingParams(dimension=8)
+        for options in (dict(truncate_prompt_tokens=2), dict(tokenization_kwargs={"truncate_prompt_tokens": 2})):
+            assert llm.embed([5, 6, 7], use_tqdm=False, **options)[0].prompt_token_ids == [5, 6]
+        with pytest.raises(TypeError, match="unknown key of tokenization_kwargs 'padding'"):
+            llm.embed("x", tokenization_kwargs={"padding": True})
     with vllm.LLM("tiny-qwen3", runner="pooling", **settings) as llm:  # of a model that generates text
         assert llm.config.task == "embed" and len(llm.embed("x", use_tqdm=False)[0].outputs.embedding) == 256
     model = reference("Qwen3", "ForSequenceClassification", 1)
@@ -677,7 +681,11 @@ def test_vllm(tmp_path):
         ids = llm.tokenizer.encode("cats") + llm.tokenizer.encode("Cats purr.")
         assert output.prompt_token_ids == ids
         assert output.outputs.score == pytest.approx(model(torch.tensor([ids])).logits.sigmoid().item(), abs=1e-5)
-        assert llm.classify([ids], use_tqdm=False)[0].outputs.probs == [output.outputs.score]
+        for n in (9, -1):
+            (cut,) = llm.score("cats", TEXTS[3] * 50, truncate_prompt_tokens=n, use_tqdm=False)
+            ids_of = llm.tokenizer("cats", TEXTS[3] * 50, truncation=True, max_length=n % (MAX_LEN + 1))["input_ids"]
+            assert cut.prompt_token_ids == ids_of
+        assert llm.classify([ids], truncate_prompt_tokens=99, use_tqdm=False)[0].outputs.probs == [output.outputs.score]
 
 
 # -- asyncio and HTTP --------------------------------------------------------------------------------------------------
