@@ -133,9 +133,8 @@ def _pair_prompt(
             raise ValueError(f"instruction={instruction!r:.80}: the text of a query and a document has no place for it")
         if template is None:
             if len(query) + len(document) > LONG_TEXT:
-                processor.encode(
-                    query + document, add_special_tokens=False, is_cut=is_cut
-                )  # a server's `encode` may refuse the text
+                # a server's `encode` may refuse the text
+                processor.encode(query + document, add_special_tokens=False, is_cut=is_cut)
             with processor.tokenizer_lock:
                 return {"prompt_token_ids": tokenizer(query, document)["input_ids"]}
         instruction = RERANKER_INSTRUCTION if instruction is None else instruction

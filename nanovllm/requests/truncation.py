@@ -48,8 +48,10 @@ def cut_prompt(
 def special_ends(tokenizer: Any) -> tuple[list[int], list[int]]:
     """Return the special tokens that the tokenizer adds before and after a text."""
     whole, inner = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
-    start = next(i for i in range(len(whole) + 1) if whole[i : i + len(inner)] == inner)
-    return whole[:start], whole[start + len(inner) :]
+    for start in range(len(whole) - len(inner) + 1):
+        if whole[start : (end := start + len(inner))] == inner:
+            return whole[:start], whole[end:]
+    return [], []
 
 
 def first_tokens(text: str, num_tokens: int, processor: "InputProcessor") -> str:

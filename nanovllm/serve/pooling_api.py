@@ -106,9 +106,8 @@ class RerankBody(PairBody):
             for document in self.documents
         ]
         is_text = all(values and all(isinstance(text, str) for text in values) for values in parts)
-        require(
-            is_text, f"documents: each must be a string, or an object with a text in {' or '.join(map(repr, names))}"
-        )
+        bound = f"a string, or an object with a text in {' or '.join(map(repr, names))}"
+        require(is_text, f"documents: each must be {bound}")
         return ["\n".join(values) for values in parts]
 
 
