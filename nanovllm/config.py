@@ -97,7 +97,8 @@ class Config:
     speculative_config: how tokens are drafted, as JSON with the keys that nanovllm/docs/speculation.md lists; by
         default no tokens are drafted. In Python, the value can also be a dict.
     task: "generate", "embed" (texts to vectors), "score" (the relevance of documents) or "classify"; by default the
-        task for which the checkpoint was made. See nanovllm/docs/embeddings.md.
+        task for which the checkpoint was made. "pooling" means that task too, or "embed" if the checkpoint generates
+        text. See nanovllm/docs/embeddings.md.
     language_model_only: load no vision tower, and take no images.
     limit_mm_per_prompt: the maximum number of images in a prompt, as JSON such as `{"image": 4}`; by default 999.
     mm_processor_kwargs: the size to which images are scaled, as JSON with the keys `min_pixels` and `max_pixels`.
@@ -147,7 +148,7 @@ class Config:
     max_lora_rank: int = checked(64, check_int, low=1, high=512)
     max_expert_lora_rank: int = checked(0, check_int, low=0, high=512)
     speculative_config: Any = None
-    task: str = checked("auto", check_choice, choices=("auto", *TASKS))
+    task: str = checked("auto", check_choice, choices=("auto", *TASKS, "pooling"))
     language_model_only: bool = checked(False, check_bool)
     limit_mm_per_prompt: Any = checked(None, "nanovllm.vision.vision_config:check_limits")
     mm_processor_kwargs: Any = checked(None, "nanovllm.vision.vision_config:check_pixels")
@@ -202,7 +203,7 @@ class Config:
             dtype_reason=dtype_reason,
             max_mixed_step_ms=self.max_mixed_step_ms or (250.0 if device == "cpu" else 50.0),
             max_model_len=self._resolve_max_model_len(model_config.max_position_embeddings),
-            task=find_task(folder) if self.task == "auto" else self.task,
+            task=self.task if self.task in TASKS else find_task(folder, pools=self.task == "pooling"),
             async_scheduling=device.startswith("cuda") if self.async_scheduling is None else self.async_scheduling,
         )
         if device == "cpu" and self.gpu_memory_utilization != 0.9:

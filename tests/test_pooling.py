@@ -95,6 +95,18 @@ def save(folder: Path, model, files: dict | None = None, has_yes: bool = False) 
     return str(folder)
 
 
+def add_special_ends(folder: Path) -> None:
+    """The tokenizer puts special tokens around a text, of which Qwen3-Embedding's has the one at the end."""
+    file = folder / "tokenizer.json"
+    special = lambda content: {"SpecialToken": {"id": content, "type_id": 0}}
+    single, tokens = [special("<|im_start|>"), {"Sequence": {"id": "A", "type_id": 0}}, special("<|im_end|>")], {}
+    for content, token_id in (("<|im_start|>", 2046), ("<|im_end|>", 2047)):
+        tokens[content] = {"id": content, "ids": [token_id], "tokens": [content]}
+    pair = [*single, {"Sequence": {"id": "B", "type_id": 0}}, special("<|im_end|>")]
+    processor = {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": tokens}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"post_processor": processor}))
+
+
 def modules(*names: str) -> list[dict]:
     return [
         {"idx": i, "name": str(i), "path": f"{i}_{name}" if i else "", "type": f"sentence_transformers.models.{name}"}
@@ -109,6 +121,10 @@ def pooled(mode: dict, *more: str, **prompts) -> dict:
         "1_Pooling/config.json": {"word_embedding_dimension": 64} | mode,
     }
     return files | {"config_sentence_transformers.json": {"prompts": prompts, "default_prompt_name": None}}
+
+
+def saved(**entries) -> dict:
+    return {"config_sentence_transformers.json": entries}
 
 
 LAST = {"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True, "include_prompt": True}
@@ -224,6 +240,31 @@ def test_prompts_and_instructions(make_llm, tmp_path):
         prompt_of(prompt_name="query", instruction="Find cats")
 
 
+@pytest.mark.parametrize("schedule", ["whole", "chunks"])
+def test_truncation(make_llm, tmp_path, schedule):
+    """As transformers cuts texts, on the right: special tokens around a text stay."""
+    model, text = reference("Qwen3", "Model"), TEXTS[3] * 20
+    add_special_ends(Path(save(tmp_path, model)))
+    llm = make_llm(tmp_path, **SMALL | SCHEDULES[schedule])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    embed = lambda prompt, n=None: llm.embed(prompt, truncate_prompt_tokens=n, use_tqdm=False)[0]
+    for n in (2, 3, 20, MAX_LEN, -1):
+        output, ids = embed(text, n), tokenizer(text, truncation=True, max_length=n % (MAX_LEN + 1))["input_ids"]
+        assert output.prompt_token_ids == ids == embed({"prompt": text}, n).prompt_token_ids
+        assert ids[0] == 2046 and ids[-1] == 2047 and output.prompt == tokenizer.decode(ids)
+        assert_vectors([output], [expected_embedding(model, ids, "last")])
+    assert embed("the", 5).prompt == "the"
+    assert embed([*range(5, 405)]).prompt_token_ids == embed([*range(5, 500)], -1).prompt_token_ids == [*range(5, 405)]
+    chat = [{"role": "user", "content": text}]
+    whole = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    assert embed(chat, 9).prompt_token_ids == tokenizer.encode(whole, add_special_tokens=False)[:9]
+    for n, bound in ((1, "least 2"), (401, "most 400"), (-2, "least -1")):
+        with pytest.raises(ValueError, match=f"truncate_prompt_tokens={n}: must be at {bound}"):
+            embed(text, n)
+    with pytest.raises(ValueError, match="tokens; must be at most max_model_len"):
+        embed(text)
+
+
 def test_default_prompt(make_llm, tmp_path):
     files = pooled(LAST, passage="passage: ")
     files["config_sentence_transformers.json"]["default_prompt_name"] = "passage"
@@ -326,11 +367,71 @@ def test_logit_score(make_llm, tmp_path):
             llm.score("cats", "Cats purr.", template=wrong)
 
 
+def test_settings_of_sentence_transformers(make_llm, tmp_path, monkeypatch):
+    """The checkpoint's length limit cuts texts, and its size shortens vectors, unless the caller asks otherwise."""
+    model, files = reference("Qwen3", "Model"), pooled(LAST, "Normalize")
+    files["config_sentence_transformers.json"]["truncate_dim"] = 16
+    files["sentence_bert_config.json"] = {"max_seq_length": 12, "do_lower_case": False}
+    add_special_ends(Path(save(tmp_path, model, files)))
+    llm = make_llm(tmp_path, **SMALL)
+    ids = transformers.AutoTokenizer.from_pretrained(tmp_path)(TEXTS[3], truncation=True, max_length=12)["input_ids"]
+    for n in (None, -1, 12, 100):
+        (output,) = llm.embed(TEXTS[3], truncate_prompt_tokens=n, use_tqdm=False)
+        assert output.prompt_token_ids == ids
+        assert_vectors([output], [expected_embedding(model, ids, "last", 16)])
+    (output,) = llm.embed(TEXTS[3], dimensions=64, truncate_prompt_tokens=5, use_tqdm=False)
+    assert_vectors([output], [expected_embedding(model, ids[:4] + ids[-1:], "last")])
+
+    async def main():
+        async with AsyncLLM(str(tmp_path), dtype="float32", device="cpu", **SMALL) as llm:
+            assert (await llm.embed(TEXTS[3]))[0].prompt_token_ids == ids
+
+    asyncio.run(main())
+    httpx = pytest.importorskip("httpx")
+    with serving(str(tmp_path), monkeypatch) as server:
+        answer = httpx.post(f"{server.url}/v1/embeddings", json={"input": TEXTS[3]}).json()
+        assert answer["usage"]["prompt_tokens"] == 12 and len(answer["data"][0]["embedding"]) == 16
+    with pytest.raises(ValueError, match="truncate_prompt_tokens=401: must be at most 400"):
+        llm.embed(TEXTS[3], truncate_prompt_tokens=401)
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 500}')
+    with pytest.raises(ValueError, match="tokens; must be at most max_model_len"):
+        make_llm(tmp_path, **SMALL).embed(TEXTS[3] * 20)
+
+
+def test_cut_documents(make_llm, tmp_path):
+    """The template and the query stay whole."""
+    llm = make_llm(save(tmp_path, reference("Qwen3", "ForSequenceClassification", 1)), **SMALL)
+    prompt = lambda text: RERANKER_TEMPLATE.format(instruction=RERANKER_INSTRUCTION, query="cats", document=text)
+    rest, count = len(llm.tokenizer.encode(prompt(""))), lambda text: len(llm.tokenizer.encode(text))
+    for text in (TEXTS[3] * 9, "ä🐈 " * 300, "a\n \n" * 300):
+        for n, options in (
+            (1, dict(max_tokens_per_doc=1)),
+            (33, dict(max_tokens_per_doc=33)),
+            (20, dict(max_tokens_per_doc=33, truncate_prompt_tokens=rest + 20)),
+            (MAX_LEN - rest, dict(truncate_prompt_tokens=-1)),
+        ):
+            full, short = llm.score("cats", [text, "Cats purr."], use_tqdm=False, **options)
+            head, tail = prompt("\0").split("\0")
+            document = full.prompt.removeprefix(head).removesuffix(tail)
+            assert prompt(document) == full.prompt and text.startswith(document)
+            assert n - 8 <= count(document) <= n + ("truncate_prompt_tokens" in options)  # the template adds a space
+            num_tokens = len(full.prompt_token_ids)
+            assert num_tokens == count(full.prompt) <= MAX_LEN and (n != 20 or num_tokens <= rest + 20)
+            assert n == 1 or short.prompt == prompt("Cats purr.")
+    with pytest.raises(ValueError, match=r"truncate_prompt_tokens=40: the prompt needs more than \d+ tokens"):
+        llm.score("cats", text, truncate_prompt_tokens=40)
+    for name, n in (("max_tokens_per_doc", 0), ("truncate_prompt_tokens", 401)):
+        with pytest.raises(ValueError, match=f"{name}={n}: must be at "):
+            llm.score("cats", text, **{name: n})
+
+
 def test_pairs_of_other_families(make_llm, tmp_path):
     """The tokenizer joins the texts."""
     llm = make_llm(save(tmp_path, reference("Llama", "ForSequenceClassification", 1)), **SMALL)
     (output,) = llm.score("cats", "Cats purr.", use_tqdm=False)
     assert output.prompt_token_ids == llm.tokenizer("cats", "Cats purr.")["input_ids"] and output.prompt is None
+    (output,) = llm.score("cats", TEXTS[3] * 20, truncate_prompt_tokens=9, use_tqdm=False)
+    assert output.prompt_token_ids == llm.tokenizer("cats", TEXTS[3])["input_ids"][:9]
     for template in (None, "{query} {document}"):
         with pytest.raises(
             ValueError, match="instruction='Find cats': the text of a query and a document has no place"
@@ -432,6 +533,22 @@ REFUSED = [
     ({}, pooled({"pooling_mode": "max"}), "1_Pooling/config.json: pooling_mode='max': must be one of 'lasttoken'"),
     ({}, pooled({"pooling_mode": ["mean", "cls"]}), r"pooling_mode='mean\+cls': must be one of"),
     ({}, pooled(MEAN | {"include_prompt": False}), "include_prompt=false: must be true with pooling_mode 'mean'"),
+    ({}, pooled(LAST) | {"sentence_bert_config.json": {"do_lower_case": True}}, "bert_config.json: do_lower_case=true"),
+    (
+        {},
+        pooled(LAST) | {"sentence_bert_config.json": {"max_seq_length": 0}},
+        "bert_config.json: max_seq_length=0: must",
+    ),
+    (
+        {},
+        {"modules.json": modules("Pooling"), "1_Pooling/config.json": LAST} | saved(truncate_dim=65),
+        "truncate_dim=65",
+    ),
+    (
+        {},
+        pooled(LAST) | saved(default_prompt_name="web"),
+        "config_sentence_transformers.json: default_prompt_name='web': must be one of 'query', 'document'",
+    ),
     (
         {},
         {"modules.json": modules("LogitScore"), "1_LogitScore/config.json": {"true_token_id": 9999}},
@@ -463,6 +580,28 @@ def test_refused_classifiers(tmp_path, entries, message):
         Config(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    "settings, task",
+    [
+        (dict(), "embed"),
+        (dict(runner="auto"), "embed"),
+        (dict(runner="pooling"), "embed"),
+        (dict(runner="generate"), "generate"),
+        (dict(runner="pooling", task="embed"), "embed"),
+        (dict(runner="pooling", task="generate"), "runner='pooling': contradicts task='generate'"),
+        (dict(runner="generate", task="embed"), "runner='generate': contradicts task='embed'"),
+    ],
+)
+def test_runner(tmp_path, settings, task):
+    """vLLM's name for generation or pooling."""
+    folder = save(tmp_path, reference("Qwen3", "Model"))
+    if task in ("embed", "generate"):
+        assert Config.create(folder, settings).task == task
+    else:
+        with pytest.raises(ValueError, match=task):
+            Config.create(folder, settings)
+
+
 def test_order_of_many_labels(tmp_path):
     """The keys of config.json are sorted as texts: 10 comes before 2."""
     folder = save(tmp_path, reference("Qwen3", "ForSequenceClassification", 12))
@@ -470,8 +609,8 @@ def test_order_of_many_labels(tmp_path):
 
 
 def test_arguments(embedder):
-    with pytest.raises(ValueError, match="prompt: has 400 tokens; must be fewer than max_model_len .*is 400 tokens"):
-        embedder.embed([[5], [5] * 400])
+    with pytest.raises(ValueError, match="prompt: has 401 tokens; must be at most max_model_len .*is 400 tokens"):
+        embedder.embed([[5], [5] * 401])
     with pytest.raises(TypeError, match="prompts=3: must be"):
         embedder.embed(3)
     with pytest.raises(TypeError, match="normalize='yes': must be True or False"):
@@ -493,7 +632,7 @@ def test_abort(embedder):
         output = embedder.embed([[7] * 200], use_tqdm=False)
     finally:
         embedder.core.on_step.remove(interrupt)
-    assert output[0].finished and embedder.stats()["blocks"]["used"] == 0
+    assert output[0].finished and output[0].metrics.first_token_time is None and embedder.stats()["blocks"]["used"] == 0
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -503,6 +642,9 @@ def test_trace(make_llm, tmp_path, is_async):
     with trace(llm, tmp_path / "run.html") as recorder:
         llm.embed([[5 + i] * 40 for i in range(4)], use_tqdm=False)
     frames, _ = recorder.frames_since(0)
+    assert frames[0]["key"]["task"] == "embed" and llm.stats()["pooled"] == {"embed": 4}
+    assert len([seconds for frame in frames for seconds in frame.get("pooled", ()) if 0 < seconds < 60]) >= 3
+    assert not any(frame.get("ttft") for frame in frames)
     names = [name for frame in frames for name, *_ in frame.get("seqs", ())]
     released = [entry for frame in frames for entry in frame.get("released", ())]
     assert sorted(map(tuple, released)) == [(name, "stop") for name in sorted(names)] and len(names) >= 3
@@ -527,13 +669,23 @@ def test_vllm(tmp_path):
         assert np.allclose(output.outputs.data.numpy(), expected, atol=1e-5) and output.outputs.hidden_size == 64
         with pytest.raises(TypeError, match="unknown parameter 'dimension'"):
             vllm.PoolingParams(dimension=8)
+        for options in (dict(truncate_prompt_tokens=2), dict(tokenization_kwargs={"truncate_prompt_tokens": 2})):
+            assert llm.embed([5, 6, 7], use_tqdm=False, **options)[0].prompt_token_ids == [5, 6]
+        with pytest.raises(TypeError, match="unknown key of tokenization_kwargs 'padding'"):
+            llm.embed("x", tokenization_kwargs={"padding": True})
+    with vllm.LLM("tiny-qwen3", runner="pooling", **settings) as llm:  # of a model that generates text
+        assert llm.config.task == "embed" and len(llm.embed("x", use_tqdm=False)[0].outputs.embedding) == 256
     model = reference("Qwen3", "ForSequenceClassification", 1)
-    with vllm.LLM(save(tmp_path, model), **settings) as llm:
+    with vllm.LLM(save(tmp_path, model), runner="pooling", **settings) as llm:
         (output,) = llm.score("cats", "Cats purr.", use_tqdm=False)
         ids = llm.tokenizer.encode("cats") + llm.tokenizer.encode("Cats purr.")
         assert output.prompt_token_ids == ids
         assert output.outputs.score == pytest.approx(model(torch.tensor([ids])).logits.sigmoid().item(), abs=1e-5)
-        assert llm.classify([ids], use_tqdm=False)[0].outputs.probs == [output.outputs.score]
+        for n in (9, -1):
+            (cut,) = llm.score("cats", TEXTS[3] * 50, truncate_prompt_tokens=n, use_tqdm=False)
+            ids_of = llm.tokenizer("cats", TEXTS[3] * 50, truncation=True, max_length=n % (MAX_LEN + 1))["input_ids"]
+            assert cut.prompt_token_ids == ids_of
+        assert llm.classify([ids], truncate_prompt_tokens=99, use_tqdm=False)[0].outputs.probs == [output.outputs.score]
 
 
 # -- asyncio and HTTP --------------------------------------------------------------------------------------------------
@@ -550,6 +702,9 @@ def test_async(tmp_path):
             assert_vectors(texts, [expected_embedding(model, x.prompt_token_ids, "last") for x in texts])
             assert_vectors(short, [expected_embedding(model, x.prompt_token_ids, "last", 8) for x in short])
             assert query.prompt == "query: cats"
+            for text in (TEXTS[3] * 5, TEXTS[3] * 500):  # the second is for the lane of long texts
+                (cut,) = await llm.embed(text, prompt_name="query", truncate_prompt_tokens=7)
+                assert cut.prompt_token_ids == llm.input_processor.encode("query: " + TEXTS[3])[:7]
             many = await llm.embed([[5 + i % 1000] * 3 for i in range(700)])  # more than may wait at a time
             assert_vectors(many[690:], [expected_embedding(model, x.prompt_token_ids, "last") for x in many[690:]])
             with pytest.raises(ValueError, match="this engine computes embeddings"):
@@ -593,13 +748,17 @@ def test_embeddings_over_http(tmp_path, monkeypatch):
             token_ids = server.llm.input_processor.encode("query: cats")
             assert np.allclose(named, expected_embedding(model, token_ids, "last"), atol=1e-5)
             cut = create(input=TEXTS[3], extra_body={"truncate_prompt_tokens": 5}).data[0].embedding
+            assert np.allclose(cut, expected_embedding(model, ids[3][:5], "last"), atol=1e-5)
+            options = {"truncate_prompt_tokens": 5, "truncation_side": "left"}
+            cut = create(input=TEXTS[3], extra_body=options).data[0].embedding
             assert np.allclose(cut, expected_embedding(model, ids[3][-5:], "last"), atol=1e-5)
+            assert create(input=TEXTS[3] * 99, extra_body={"truncate_prompt_tokens": -1}).usage.total_tokens == MAX_LEN
             for options, param in (
                 ({"input": []}, "input"),
                 ({"input": [[5], [99999]]}, "input"),
                 ({"input": "x", "dimensions": 65}, "dimensions"),
                 ({"input": "x", "extra_body": {"prompt_name": "a"}}, "prompt_name"),
-                ({"input": [[5] * 400]}, "input"),
+                ({"input": [[5] * 401]}, "input"),
             ):
                 with pytest.raises(openai.BadRequestError) as error:
                     create(**options)
@@ -619,8 +778,11 @@ def test_embeddings_over_http(tmp_path, monkeypatch):
             answer = httpx.post(server.url + path, json=body)
             assert answer.status_code == 400 and "task='embed'" in answer.json()["error"]["message"]
         metrics = httpx.get(f"{server.url}/metrics").text
+        (vectors,) = [line for line in metrics.splitlines() if line.startswith("nanovllm:pooled_prompts_total{")]
+        assert 'task="embed"' in vectors and "first_token" not in metrics and "per_output_token" not in metrics
         (number,) = [line for line in metrics.splitlines() if line.startswith("vllm:request_success_total{")]
-        assert 'finished_reason="stop"' in number and float(number.split()[-1]) >= 24
+        assert 'finished_reason="stop"' in number and float(vectors.split()[-1]) == float(number.split()[-1]) >= 24
+        assert f'vllm:e2e_request_latency_seconds_count{{model_name="tiny-qwen3"}} {number.split()[-1]}' in metrics
         assert 'vllm:generation_tokens_total{model_name="tiny-qwen3"} 0.0' in metrics
         server.wait_until_free()
 
@@ -643,14 +805,43 @@ def test_reranking_over_http(tmp_path, monkeypatch):
         ids = [server.llm.input_processor.encode(prompt(text)) for text in TEXTS[:3]]
         scores = [model(torch.tensor([x])).logits[0, 0].sigmoid().item() for x in ids]
         order = sorted(range(3), key=lambda i: -scores[i])
-        for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        for path, has_documents in (("/rerank", True), ("/v1/rerank", True), ("/v2/rerank", False)):
             documents = [TEXTS[0], {"text": TEXTS[1]}, TEXTS[2]]
-            answer = post(path, model="tiny-qwen3", query="cats", documents=documents, top_n=2).json()
+            query = "cats" if path == "/v2/rerank" else {"text": "cats"}
+            body = dict(model="tiny-qwen3", query=query, documents=documents, top_n=2, priority=999)
+            answer = post(path, **body).json()
+            assert answer["object"] == "list" and "data" not in answer
             assert [x["index"] for x in answer["results"]] == order[:2]
             assert answer["usage"]["total_tokens"] == sum(map(len, ids))
             for x in answer["results"]:
                 assert x["relevance_score"] == pytest.approx(scores[x["index"]], abs=1e-5)
-                assert x["document"] == {"text": TEXTS[x["index"]]}
+                assert x.get("document") == ({"text": TEXTS[x["index"]]} if has_documents else None)
+            answer = post(path, **body, return_documents=not has_documents).json()
+            assert [*map(bool, (x.get("document") for x in answer["results"]))] == [not has_documents] * 2
+        documents = [{"title": TEXTS[0], "text": TEXTS[1]}, {"text": TEXTS[2]}]
+        body = dict(query="cats", documents=documents)
+        for names, texts in (
+            (["title", "text"], [f"{TEXTS[0]}\n{TEXTS[1]}", TEXTS[2]]),
+            (["text", "title"], [f"{TEXTS[1]}\n{TEXTS[0]}", TEXTS[2]]),
+            (None, TEXTS[1:3]),
+        ):
+            answer = post("/v1/rerank", **body, rank_fields=names).json()
+            found = {x["index"]: (x["relevance_score"], x["document"]) for x in answer["results"]}
+            scored = post("/score", text_1="cats", text_2=texts).json()["data"]
+            assert found == {i: (pytest.approx(scored[i]["score"], abs=1e-6), documents[i]) for i in range(2)}
+        long = [TEXTS[3] * 99, TEXTS[3]]
+        num_tokens = len(server.llm.input_processor.encode(prompt("")))
+        for options, total in (
+            (dict(max_tokens_per_doc=9), 2 * (num_tokens + 9)),
+            (dict(truncate_prompt_tokens=num_tokens + 5), 2 * (num_tokens + 5)),
+            (dict(max_tokens_per_doc=5000), len(server.llm.input_processor.encode(prompt(TEXTS[3]))) + MAX_LEN),
+        ):
+            for answer in (
+                post("/v2/rerank", query="cats", documents=long, **options),
+                post("/score", text_1="cats", text_2=long, **options),
+            ):
+                assert answer.status_code == 200 and total - 2 <= answer.json()["usage"]["total_tokens"] <= total
+        assert post("/v2/rerank", query="cats", documents=long).json()["error"]["code"] == "context_length_exceeded"
         answer = post("/rerank", query="cats", documents=TEXTS[:3], return_documents=False).json()
         assert len(answer["results"]) == 3 and "document" not in answer["results"][0]
         answer = post("/score", text_1="cats", text_2=TEXTS[:3]).json()
@@ -662,12 +853,74 @@ def test_reranking_over_http(tmp_path, monkeypatch):
             ({"query": "x", "documents": []}, "documents"),
             ({"query": "x", "documents": [{"title": "y"}]}, "documents"),
             ({"query": "x", "documents": ["y"], "top_n": 0}, "top_n"),
+            ({"query": "x", "documents": [{"title": "y"}], "rank_fields": ["name"]}, "documents"),
+            ({"query": "x", "documents": [{"title": 3}], "rank_fields": ["title"]}, "documents"),
+            ({"query": "x", "documents": ["y"], "max_tokens_per_doc": 0}, "max_tokens_per_doc"),
+            ({"query": "x", "documents": ["y"], "truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
+            ({"query": {"image": "x"}, "documents": ["y"]}, "query"),
             ({"documents": ["y"]}, "query"),
         ):
             answer = post("/rerank", **body)
             assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
         answer = post("/score", text_1=["x", "y"], text_2=["z"] * 3)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "text_1", answer.text
+
+
+@pytest.mark.clients
+def test_clients_of_embeddings(tmp_path, monkeypatch):
+    """LangChain's client sends texts, or token ids of a tokenizer of its own, and asks for base64."""
+    langchain = pytest.importorskip("langchain_openai")
+    model = reference("Qwen3", "Model")
+    with serving(save(tmp_path, model, pooled(LAST, "Normalize")), monkeypatch) as server:
+        options = dict(base_url=f"{server.url}/v1", api_key="none", check_embedding_ctx_length=False, max_retries=0)
+        client = langchain.OpenAIEmbeddings(model="tiny-qwen3", **options)
+        vectors = [
+            *client.embed_documents(TEXTS),
+            client.embed_query(TEXTS[0]),
+            *asyncio.run(client.aembed_documents(TEXTS)),
+        ]
+        for text, vector in zip([*TEXTS, TEXTS[0], *TEXTS], vectors, strict=True):
+            expected = expected_embedding(model, server.llm.input_processor.encode(text), "last")
+            assert np.allclose(vector, expected, atol=1e-5)
+        short = langchain.OpenAIEmbeddings(model="tiny-qwen3", dimensions=8, **options).embed_query("cats")
+        expected = expected_embedding(model, server.llm.input_processor.encode("cats"), "last", 8)
+        assert np.allclose(short, expected, atol=1e-5)
+        cut = {"truncate_prompt_tokens": -1}
+        client = langchain.OpenAIEmbeddings(model="tiny-qwen3", model_kwargs={"extra_body": cut}, **options)
+        ids = server.llm.input_processor.encode(TEXTS[3] * 50)[:MAX_LEN]
+        assert np.allclose(client.embed_query(TEXTS[3] * 50), expected_embedding(model, ids, "last"), atol=1e-5)
+
+
+@pytest.mark.clients
+def test_clients_of_rerankers(tmp_path, monkeypatch):
+    """Cohere's client for both versions of its API, and LangChain's on top of it."""
+    cohere, httpx = pytest.importorskip("cohere"), pytest.importorskip("httpx")
+    model = reference("Qwen3", "ForSequenceClassification", 1)
+    with serving(save(tmp_path, model), monkeypatch) as server:
+        body = {"text_1": "cats", "text_2": [TEXTS[0], TEXTS[1], f"{TEXTS[0]}\n{TEXTS[1]}"]}
+        first, second, both = (x["score"] for x in httpx.post(f"{server.url}/score", json=body).json()["data"])
+        plain = {0: pytest.approx(first, abs=1e-6), 1: pytest.approx(second, abs=1e-6)}
+        found = lambda results: {x.index: x.relevance_score for x in results}
+        options = dict(model="tiny-qwen3", query="cats")
+        with cohere.ClientV2("none", base_url=server.url) as client:
+            assert found(client.rerank(documents=TEXTS[:2], **options).results) == plain
+            cut = client.rerank(documents=[TEXTS[0] + TEXTS[3] * 99], max_tokens_per_doc=4096, priority=3, **options)
+            assert len(cut.results) == 1
+            results = client.rerank(documents=TEXTS[:2], top_n=1, **options).results
+            assert found(results) == {i: x for i, x in plain.items() if x == max(first, second)}
+            with pytest.raises(cohere.errors.BadRequestError, match="max_model_len"):
+                client.rerank(documents=[TEXTS[3] * 99], **options)
+        with cohere.Client("none", base_url=server.url) as client:
+            documents = [{"title": TEXTS[0], "text": TEXTS[1]}, TEXTS[1]]
+            fields = dict(rank_fields=["title", "text"], return_documents=True)
+            results = client.rerank(documents=documents, **fields, **options).results
+            assert found(results) == {0: pytest.approx(both, abs=1e-6), 1: plain[1]}
+            assert {x.index: x.document.text for x in results} == {0: TEXTS[1], 1: TEXTS[1]}
+            results = client.rerank(documents=TEXTS[:2], return_documents=False, **options).results
+            assert found(results) == plain and results[0].document is None
+        langchain = pytest.importorskip("langchain_cohere")
+        compressor = langchain.CohereRerank(cohere_api_key="none", base_url=server.url, model="tiny-qwen3", top_n=5)
+        assert {x["index"]: x["relevance_score"] for x in compressor.rerank(TEXTS[:2], "cats")} == plain
 
 
 def test_fronts(tmp_path, monkeypatch):

@@ -314,7 +314,7 @@ def test_special_tokens(offline):
     templates = dict(apply_chat_template=own.apply_chat_template, get_chat_template=own.get_chat_template)
     fake = SimpleNamespace(encode=encode, decode=own.decode, **templates)
     lane = SimpleNamespace(tokenizer=fake, tokenizer_lock=threading.RLock(), max_model_len=100)
-    lane.encode = lambda text, adds_special, is_cut: encode(text, adds_special)
+    lane.encode = encode
     plain = offline.tokenizer.encode(PROMPT)
     for adds, ids in ((None, [7, *plain]), (True, [7, *plain]), (False, plain)):
         body = CompletionBody(prompt=PROMPT, add_special_tokens=adds)

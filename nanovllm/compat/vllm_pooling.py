@@ -11,12 +11,12 @@ from nanovllm.pooling import pooling_params
 from nanovllm.pooling.pooling_outputs import PoolingOutput
 from nanovllm.pooling.pooling_prompts import pairs_of
 from nanovllm.pooling.task import check_task
+from nanovllm.utils.checks import check_int
 
 PARAMS = ("dimensions", "use_activation")
 ACCEPTED: dict[str, tuple] = {"task": (None, str), "truncate_prompt_tokens": (None,), "requires_token_ids": (False,)}
 UNUSED: dict[str, tuple] = {
     "lora_request": (None, [], [None]),
-    "tokenization_kwargs": (None, {}),
     "chat_template": (None,),
     "pooling_task": (None, str),
 }
@@ -70,23 +70,25 @@ class PoolingRequestOutput:
 
 
 class PoolingCalls(nanovllm.LLM):
-    """The methods of vLLM's LLM that return vectors."""
+    """The methods of vLLM's LLM that return vectors.
+
+    truncate_prompt_tokens: see our `embed`. In `tokenization_kwargs`, it has the same meaning.
+    """
 
     def embed(  # type: ignore[override]
         self, prompts: Any, *, use_tqdm: Any = True, pooling_params: Any = None, **unused: Any
     ) -> list[PoolingRequestOutput]:
         """Return an embedding of each prompt. Raises the same errors as our `embed`."""
-        select("argument", unused, (), UNUSED)
-        params = pooling_params or PoolingParams()
-        return _outputs(super().embed(prompts, params.dimensions, params.normalize, use_tqdm=bool(use_tqdm)))
+        num_kept, params = _num_kept(unused), pooling_params or PoolingParams()
+        options: dict[str, Any] = dict(use_tqdm=bool(use_tqdm), truncate_prompt_tokens=num_kept)
+        return _outputs(super().embed(prompts, params.dimensions, params.normalize, **options))
 
     def classify(  # type: ignore[override]
         self, prompts: Any, *, use_tqdm: Any = True, pooling_params: Any = None, **unused: Any
     ) -> list[PoolingRequestOutput]:
         """Return the probabilities of the classes. Raises the same errors as our `classify`."""
-        select("argument", unused, (), UNUSED)
-        params = pooling_params or PoolingParams()
-        return _outputs(super().classify(prompts, params.use_activation, bool(use_tqdm)))
+        num_kept, params = _num_kept(unused), pooling_params or PoolingParams()
+        return _outputs(super().classify(prompts, params.use_activation, bool(use_tqdm), None, num_kept))
 
     def score(  # type: ignore[override]
         self, data_1: Any, data_2: Any, *, use_tqdm: Any = True, pooling_params: Any = None, **unused: Any
@@ -96,13 +98,26 @@ class PoolingCalls(nanovllm.LLM):
         As in vLLM, the tokenizer joins a query and a document, which must already contain the reranker's template.
         """
         check_task(self.config, "score")
-        prompts = [{"prompt_token_ids": self.tokenizer(*pair)["input_ids"]} for pair in pairs_of(data_1, data_2)]
-        return self.classify(prompts, use_tqdm=use_tqdm, pooling_params=pooling_params, **unused)
+        if (num_kept := _num_kept(unused)) is not None:
+            most = self.input_processor.max_prompt_tokens
+            num_kept = check_int("truncate_prompt_tokens", num_kept, low=-1, high=most)
+            num_kept = most if num_kept == -1 else num_kept
+        cut: dict[str, Any] = dict(truncation=num_kept is not None, max_length=num_kept)
+        with self.input_processor.tokenizer_lock:
+            ids = [self.tokenizer(*pair, **cut)["input_ids"] for pair in pairs_of(data_1, data_2)]
+        return self.classify(ids, use_tqdm=use_tqdm, pooling_params=pooling_params)
 
     def encode(self, prompts: Any, pooling_params: Any = None, **options: Any) -> list[PoolingRequestOutput]:
         """Return the vector of each prompt, for any task."""
         call = self.embed if self.config.task == "embed" else self.classify
         return call(prompts, pooling_params=pooling_params, **options)
+
+
+def _num_kept(arguments: dict[str, Any]) -> int | None:
+    """Return `truncate_prompt_tokens`. Raises the errors of `select` for other arguments that would have an effect."""
+    name, tokenization = "truncate_prompt_tokens", arguments.pop("tokenization_kwargs", None) or {}
+    given = select("argument", arguments, (name,), UNUSED)
+    return (given | select("key of tokenization_kwargs", tokenization, (name,), {})).get(name)
 
 
 def _outputs(outputs: list[PoolingOutput]) -> list[PoolingRequestOutput]:

@@ -100,7 +100,7 @@ GROUPS: tuple[tuple[tuple, str], ...] = (
         "moe_backend offload_backend tokenizer_mode worker_cls",
     ),
     (("auto", "vllm"), "model_impl"),
-    (("auto", "generate", "pooling"), "runner"),  # the checkpoint or `task` decides
+    (("auto", "generate", "pooling"), "runner"),  # see `translate`
     (("auto", "none"), "convert"),
     ((None, "mp", "uni"), "distributed_executor_backend"),
     (("mp",), "data_parallel_backend"),
@@ -158,6 +158,11 @@ def translate(settings: dict[str, Any], known: Collection[str]) -> dict[str, Any
         if "swap_space" in renamed:
             raise TypeError(f"kv_transfer_config={transfer!r:.200}: sets 'swap_space', which is given too")
         renamed["swap_space"] = num_bytes / 2**30
+    runner, task = renamed.get("runner", "auto"), renamed.get("task", "auto")
+    if "generate" in (runner, task) and "auto" not in (runner, task) and runner != task:
+        raise ValueError(f"runner={runner!r}: contradicts task={task!r}")
+    if runner in ("generate", "pooling") and task == "auto":
+        renamed["task"] = runner
     ours = select("setting", renamed, known, VLLM_SETTINGS)
     config = renamed.get("structured_outputs_config") or {}
     select("key of structured_outputs_config", config, (), STRUCTURED_OUTPUTS_CONFIG)

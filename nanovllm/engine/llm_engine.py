@@ -210,6 +210,7 @@ class LLMEngine:
         blocks that were read from files, and `disk_files` is the number of files.
         `preemptions`: how often a sequence was preempted.
         `tokens`: the numbers of prompt tokens (`in`) and generated tokens (`out`).
+        `pooled`, with a task that pools: the number of prompts whose vector was computed, by the engine's task.
         `steps`: the numbers of `prefill` steps (chunks of prompts), `decode` steps and `mixed` steps (both).
         """
         return stats_of_engine(self)

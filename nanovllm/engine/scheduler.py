@@ -34,6 +34,7 @@ class Scheduler:
     """
 
     make_queue: Callable[[], WaitingQueue] = WaitingQueue  # lora/ replaces it
+    task = "generate"
 
     def __init__(self, config: "Config", block_manager: BlockManager | None = None):
         """`config` must be resolved. `block_manager` replaces the plain BlockManager."""

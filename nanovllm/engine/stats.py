@@ -37,6 +37,7 @@ def stats_of(scheduler: Scheduler) -> dict:
         "prefix_hit_rate": totals["cached_tokens"] / max(1, totals["prompt_tokens"]),
         "preemptions": scheduler.num_preemptions,
         "tokens": {"in": totals["prompt_tokens"], "out": totals["output_tokens"]},
+        **({} if scheduler.task == "generate" else {"pooled": {scheduler.task: totals["pooled_prompts"]}}),
         "steps": {kind: totals[f"{kind}_steps"] for kind in ("prefill", "decode", "mixed")},
         **({"spec_decode": drafts} if accepted else {}),
         **({"tiers": tiers} if totals["tiers"] else {}),

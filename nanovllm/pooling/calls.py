@@ -1,10 +1,10 @@
 """Implements the methods of `LLM` that compute vectors. Each function has the same name as its method."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.pooling.pooling_outputs import PoolingOutput
 from nanovllm.pooling.pooling_params import PoolingParams
-from nanovllm.pooling.pooling_prompts import pair_prompt, pairs_of, prefix_of, with_prefix
+from nanovllm.pooling.pooling_prompts import cut_prompts, pair_prompt, pairs_of, prefix_of, with_prefix
 from nanovllm.pooling.pooling_request import pooling_requests
 from nanovllm.pooling.task import check_task
 from nanovllm.requests.prompts import as_priorities, as_prompts
@@ -23,6 +23,7 @@ def embed(
     instruction: str | None = None,
     use_tqdm: bool = True,
     priority: list[int] | None = None,
+    truncate_prompt_tokens: int | None = None,
 ) -> list[PoolingOutput]:
     """Return the embedding of each prompt, in the order of the prompts.
 
@@ -31,13 +32,17 @@ def embed(
     prompt_name: the name of a prompt in the checkpoint, such as "query". This prompt is put before each text.
     instruction: a description of the queries' task. The description is put before each text as "Instruct: ...", which
         Qwen3-Embedding expects.
+    truncate_prompt_tokens: the maximum number of tokens of a prompt; -1 means `max_model_len`. The end of a longer
+        prompt is left out, except for special tokens that the tokenizer adds. By default, a prompt of more than
+        `max_model_len` tokens is an error.
 
     Raises the errors of `generate`. Raises ValueError if the task is not "embed".
     """
     check_task(self.config, "embed")
     prefix = prefix_of(self.config, prompt_name, instruction)
     texts = [with_prefix(prompt, prefix) for prompt in as_prompts(prompts)]
-    return _run(self, texts, PoolingParams(dimensions=dimensions, normalize=normalize), use_tqdm, priority)
+    params = PoolingParams(dimensions=dimensions, normalize=normalize)
+    return _run(self, cut_prompts(texts, truncate_prompt_tokens, self.input_processor), params, use_tqdm, priority)
 
 
 def score(
@@ -49,18 +54,21 @@ def score(
     use_activation: bool = True,
     use_tqdm: bool = True,
     priority: list[int] | None = None,
+    truncate_prompt_tokens: int | None = None,
+    max_tokens_per_doc: int | None = None,
 ) -> list[PoolingOutput]:
     """Return the relevance of each document, in the order of the documents.
 
     query: one query for all documents, or a list with one query for each document.
-    instruction, template: see `pooling_prompts.pair_prompt`.
+    instruction, template, truncate_prompt_tokens, max_tokens_per_doc: see `pooling_prompts.pair_prompt`.
     use_activation: see PoolingParams.
 
     Raises the errors of `generate`. Raises ValueError if the task is not "score".
     """
     check_task(self.config, "score")
-    pairs = pairs_of(query, documents)
-    prompts = [pair_prompt(self.input_processor, *pair, instruction, template) for pair in pairs]
+    limits: dict[str, Any] = dict(truncate_prompt_tokens=truncate_prompt_tokens, max_tokens_per_doc=max_tokens_per_doc)
+    pairs, processor = pairs_of(query, documents), self.input_processor
+    prompts = [pair_prompt(processor, *pair, instruction, template, **limits) for pair in pairs]
     return _run(self, prompts, PoolingParams(use_activation=use_activation), use_tqdm, priority)
 
 
@@ -70,16 +78,19 @@ def classify(
     use_activation: bool = True,
     use_tqdm: bool = True,
     priority: list[int] | None = None,
+    truncate_prompt_tokens: int | None = None,
 ) -> list[PoolingOutput]:
     """Return the probability of each class for each prompt. A reward model has a single class.
 
     prompts: the same kinds of prompts as for `generate`.
     use_activation: see PoolingParams.
+    truncate_prompt_tokens: see `embed`.
 
     Raises the errors of `generate`. Raises ValueError if the task is neither "classify" nor "score".
     """
     check_task(self.config, "classify", "score")
-    return _run(self, as_prompts(prompts), PoolingParams(use_activation=use_activation), use_tqdm, priority)
+    prompts = cut_prompts(as_prompts(prompts), truncate_prompt_tokens, self.input_processor)
+    return _run(self, prompts, PoolingParams(use_activation=use_activation), use_tqdm, priority)
 
 
 def _run(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.utils.checks import check_choice, read_json
+from nanovllm.utils.checks import check_choice, check_int, read_json
 
 if TYPE_CHECKING:
     from nanovllm.models import ModelConfig
@@ -33,6 +33,8 @@ class PoolingConfig:
     prompts: a dict that maps names to prefixes of texts. The dict comes from `config_sentence_transformers.json`.
     default_prompt_name: the name of the prefix that is used if the caller gives no name.
     dimensions: the sizes to which embeddings may be shortened. () means any size.
+    default_dimensions: the size to which embeddings are shortened by default, or None.
+    max_tokens: the maximum number of tokens of a text, or None. Longer texts are cut.
     """
 
     num_values: int
@@ -44,6 +46,8 @@ class PoolingConfig:
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
     dimensions: tuple[int, ...] = ()
+    default_dimensions: int | None = None
+    max_tokens: int | None = None
 
 
 def find_pooling_task(folder: Path) -> str:
@@ -62,9 +66,12 @@ def read_pooling_config(folder: Path, tokenizer: Path, task: str, model: "ModelC
     if (raw.get("use_bidirectional_attention") or "vision") != "vision":
         raise ValueError(f"{file}: attention to later tokens is not supported")
     modules = _modules(folder)
-    saved = _read_saved(folder / "config_sentence_transformers.json")
+    saved = _read_saved(saved_file := folder / "config_sentence_transformers.json")
     if task == "embed":
-        return PoolingConfig(model.hidden_size, **_prompts(saved), **_read_embedding(folder, modules, raw))
+        fields = _read_embedding(folder, modules, raw) | _prompts(saved, saved_file)
+        if (size := saved.get("truncate_dim")) is not None:
+            size = check_int(f"{saved_file}: truncate_dim", size, low=1, high=model.hidden_size)
+        return PoolingConfig(model.hidden_size, default_dimensions=size, **fields)
     paths = (raw.get("sentence_transformers") or {}).get("activation_fn"), saved.get("activation_fn")
     path = next(filter(None, (*paths, raw.get("sbert_ce_default_activation_function"))), "")
     if name := str(path).rpartition(".")[2]:
@@ -90,9 +97,11 @@ def _read_saved(file: Path) -> dict:
     return saved
 
 
-def _prompts(saved: dict) -> dict[str, Any]:
-    prompts = {name: text for name, text in (saved.get("prompts") or {}).items() if text}
-    return {"prompts": prompts, "default_prompt_name": saved.get("default_prompt_name")}
+def _prompts(saved: dict, file: Path) -> dict[str, Any]:
+    names = {"query": "", "document": ""} | (saved.get("prompts") or {})  # as in sentence-transformers
+    if (default := saved.get("default_prompt_name")) is not None:
+        check_choice(f"{file}: default_prompt_name", default, names)
+    return {"prompts": {name: text for name, text in names.items() if text}, "default_prompt_name": default}
 
 
 def _read_embedding(folder: Path, modules: dict[str, Path], raw: dict) -> dict[str, Any]:
@@ -102,6 +111,12 @@ def _read_embedding(folder: Path, modules: dict[str, Path], raw: dict) -> dict[s
         return fields
     for name in modules:
         check_choice(f"{folder / 'modules.json'}: module", name, ("Transformer", "Pooling", "Normalize"))
+    if (file := modules.get("Transformer", folder) / "sentence_bert_config.json").is_file():
+        settings = read_json(file)
+        if settings.get("do_lower_case"):
+            raise ValueError(f"{file}: do_lower_case=true: is not supported")
+        if (length := settings.get("max_seq_length")) is not None:
+            fields["max_tokens"] = check_int(f"{file}: max_seq_length", length, low=1)
     mode = "mean"
     if "Pooling" in modules:
         file = modules["Pooling"] / "config.json"

@@ -13,6 +13,7 @@ class PoolingOutput(Record):
     prompt: the text, including its instruction or template; None if the prompt was passed as token ids.
     data: a NumPy array of float32; None if the request was aborted.
     labels: the names of the classes, in the order of `data`.
+    metrics: see RequestMetrics. There is no first token, so `first_token_time` is None.
     """
 
     request_id: int

@@ -6,8 +6,9 @@ from typing import Any
 from nanovllm.config import Config
 from nanovllm.requests.input_processor import InputProcessor
 from nanovllm.requests.prompts import render_chat
-from nanovllm.requests.request import TokensPrompt
-from nanovllm.utils.checks import check_choice
+from nanovllm.requests.request import Prompt, TokensPrompt
+from nanovllm.requests.truncation import cut_prompt, first_tokens
+from nanovllm.utils.checks import check_choice, check_int
 
 # https://huggingface.co/Qwen/Qwen3-Embedding-0.6B
 INSTRUCTED_QUERY = "Instruct: {instruction}\nQuery:"
@@ -58,8 +59,30 @@ def pairs_of(query: Any, documents: Any) -> list[tuple[str, str]]:
     return [*zip(queries, texts)]
 
 
+def num_kept_of(config: Config, truncate_prompt_tokens: int | None) -> int | None:
+    """Return the number of tokens to keep of a prompt: the caller's, but no more than the checkpoint's `max_tokens`."""
+    most, num_kept = config.pooling.max_tokens, truncate_prompt_tokens
+    if most is None or most > config.max_model_len:  # then a longer prompt would be cut to another length: an error
+        return num_kept
+    if num_kept is not None:
+        check_int("truncate_prompt_tokens", num_kept, low=-1, high=config.max_model_len)
+    return most if num_kept in (None, -1) else min(num_kept, most)
+
+
+def cut_prompts(prompts: list[Prompt], num_kept: int | None, processor: InputProcessor) -> list[Prompt]:
+    """Cut each prompt to `num_kept` tokens. None leaves the prompts unchanged, unless the checkpoint has a limit."""
+    num_kept = num_kept_of(processor.config, num_kept)
+    return prompts if num_kept is None else [cut_prompt(prompt, num_kept, processor) for prompt in prompts]
+
+
 def pair_prompt(
-    processor: InputProcessor, query: str, document: str, instruction: str | None = None, template: str | None = None
+    processor: InputProcessor,
+    query: str,
+    document: str,
+    instruction: str | None = None,
+    template: str | None = None,
+    truncate_prompt_tokens: int | None = None,
+    max_tokens_per_doc: int | None = None,
 ) -> TokensPrompt:
     """Return the prompt for scoring a document against a query.
 
@@ -67,7 +90,36 @@ def pair_prompt(
     no `template`, a chat template with the roles "query" and "document" makes the text. If there is no such chat
     template, RERANKER_TEMPLATE makes the text for RERANKER_FAMILIES. In other families, the tokenizer joins the query
     and the document.
+
+    truncate_prompt_tokens: the maximum number of tokens of the prompt; -1 means `max_model_len`. If the prompt has more
+        tokens, the end of the document is left out. The query and the template stay whole.
+    max_tokens_per_doc: the maximum number of tokens of the document. The end of a longer document is left out.
     """
+    if max_tokens_per_doc is not None:
+        document = first_tokens(document, check_int("max_tokens_per_doc", max_tokens_per_doc, low=1), processor)
+    if (num_kept := truncate_prompt_tokens) is None:
+        return _pair_prompt(processor, query, document, instruction, template)
+    num_kept = check_int("truncate_prompt_tokens", num_kept, low=-1, high=(most := processor.max_prompt_tokens))
+    num_kept = most if num_kept == -1 else num_kept
+    while True:
+        prompt = _pair_prompt(processor, query, document, instruction, template, is_cut=True)
+        if (excess := len(prompt["prompt_token_ids"]) - num_kept) <= 0:
+            return prompt
+        num_tokens = len(processor.encode(document, add_special_tokens=False, is_cut=True)) - excess
+        if num_tokens < 1:
+            bound = f"more than {num_kept - num_tokens} tokens, of which the document has none"
+            raise ValueError(f"truncate_prompt_tokens={truncate_prompt_tokens}: the prompt needs {bound}")
+        document = first_tokens(document, num_tokens, processor)
+
+
+def _pair_prompt(
+    processor: InputProcessor,
+    query: str,
+    document: str,
+    instruction: str | None,
+    template: str | None,
+    is_cut: bool = False,
+) -> TokensPrompt:
     tokenizer = processor.tokenizer
     if template is None and _has_roles(tokenizer):
         parts = {"system": instruction, "query": query, "document": document}
@@ -81,7 +133,8 @@ def pair_prompt(
             raise ValueError(f"instruction={instruction!r:.80}: the text of a query and a document has no place for it")
         if template is None:
             if len(query) + len(document) > LONG_TEXT:
-                processor.encode(query + document, add_special_tokens=False)  # a server's `encode` may refuse the text
+                # a server's `encode` may refuse the text
+                processor.encode(query + document, add_special_tokens=False, is_cut=is_cut)
             with processor.tokenizer_lock:
                 return {"prompt_token_ids": tokenizer(query, document)["input_ids"]}
         instruction = RERANKER_INSTRUCTION if instruction is None else instruction
@@ -91,7 +144,7 @@ def pair_prompt(
             text = template.format(instruction=instruction, query=query, document=document)
         except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
             raise ValueError(f"template={template!r:.80}: has an unknown field ({error!r})") from error
-    return {"prompt": text, "prompt_token_ids": processor.encode(text, add_special_tokens=False)}
+    return {"prompt": text, "prompt_token_ids": processor.encode(text, add_special_tokens=False, is_cut=is_cut)}
 
 
 def _has_roles(tokenizer: Any) -> bool:

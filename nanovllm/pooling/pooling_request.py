@@ -40,7 +40,7 @@ class PoolingRequest(Request):
     def _data(self, vector: np.ndarray) -> np.ndarray:
         params, pooling = self.params, self._config.pooling
         if not pooling.labels:
-            vector = vector[: params.dimensions]
+            vector = vector[: params.dimensions or pooling.default_dimensions]
             is_normalized = pooling.normalize if params.normalize is None else params.normalize
             return vector / max(float(np.linalg.norm(vector)), 1e-12) if is_normalized else vector
         if len(pooling.token_ids) == 2:

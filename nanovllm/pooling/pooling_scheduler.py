@@ -1,12 +1,15 @@
 """Schedules prompts whose outcome is a vector instead of a token."""
 
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.config import Config
 
 NO_TOKENS = SamplingParams(temperature=0, max_tokens=1)  # the scheduler ends a sequence before its first token
 
@@ -37,6 +40,10 @@ class PoolingScheduler(Scheduler):
     full step of short prompts can therefore be launched before the previous step's vectors have arrived.
     """
 
+    def __init__(self, config: "Config", *arguments: Any):
+        super().__init__(config, *arguments)
+        self.task = config.task
+
     def schedule(self, prompts_first: bool = False) -> ScheduledStep | None:
         for seq in [*self.running.values()]:  # the previous step completes these prompts
             self.release(seq)
@@ -54,6 +61,6 @@ class PoolingScheduler(Scheduler):
         for seq, vector in arrived:
             assert isinstance(seq, PooledSequence)
             seq.vector = vector
-            seq.record_time("first_token")
             self.finish(seq, "stop")
+        self.totals["pooled_prompts"] += len(arrived)
         return [seq for seq, _ in arrived]

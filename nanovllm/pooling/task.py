@@ -12,14 +12,17 @@ TASKS = {"generate": "generates text", "embed": "computes embeddings"}
 TASKS |= {"score": "scores documents", "classify": "classifies texts"}
 
 
-def find_task(folder: Path) -> str:
-    """Return the task for which the checkpoint in `folder` was made. The task is a key of TASKS."""
+def find_task(folder: Path, pools: bool = False) -> str:
+    """Return the task for which the checkpoint in `folder` was made. The task is a key of TASKS.
+
+    If `pools` is True, the task of a checkpoint that generates text is "embed".
+    """
     architecture = str((read_json(folder / "config.json").get("architectures") or [""])[0])
     if architecture.endswith(("ForSequenceClassification", "Model")) or (folder / "modules.json").is_file():
         from nanovllm.pooling.pooling_config import find_pooling_task  # few checkpoints are for another task
 
         return find_pooling_task(folder)
-    return "generate"
+    return "embed" if pools else "generate"
 
 
 def check_task(config: "Config", *tasks: str) -> None:

@@ -36,7 +36,10 @@ class InputProcessor:
     def __init__(self, config: Config, tokenizer, first_request_id: int = 0):
         assert config.max_model_len is not None, "it is resolved on construction"
         self.config, self.tokenizer, self.max_model_len = config, tokenizer, (n := config.max_model_len)
-        self.length_bound = f"max_model_len (this model's maximum context length is {n} tokens)"
+        generates = config.task == "generate"
+        self.max_prompt_tokens = n - generates  # an answer has at least one token
+        bound = "fewer than" if generates else "at most"
+        self.length_bound = f"{bound} max_model_len (this model's maximum context length is {n} tokens)"
         self.policy: SchedulingPolicy = FCFS()
         if config.scheduling_policy != "fcfs":
             self.policy = make_policy(config.scheduling_policy)
@@ -179,8 +182,8 @@ class InputProcessor:
             text, ids, images = read_prompt(prompt, template_arguments or {}, self)
         if not ids:
             raise ValueError("prompt: a decoder prompt cannot be empty; it must have at least 1 token")
-        if len(ids) >= self.max_model_len:
-            raise ValueError(f"prompt: has {len(ids)} tokens; must be fewer than {self.length_bound}")
+        if len(ids) > self.max_prompt_tokens:
+            raise ValueError(f"prompt: has {len(ids)} tokens; must be {self.length_bound}")
         try:
             least_and_greatest = (array := np.frombuffer(packed_ids(ids), np.int32)).min(), array.max()
         except struct.error:  # an id beyond int32, which is in no vocabulary
@@ -188,7 +191,8 @@ class InputProcessor:
         check_token_ids("prompt", least_and_greatest, self.config.model_config.vocab_size)
         return text, ids, images
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, is_cut: bool = False) -> list[int]:
+        """Return the token ids of a text. `is_cut` has a meaning in `PromptLane.encode`."""
         check_unicode("prompt", text)
         with self.tokenizer_lock:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)

@@ -92,12 +92,19 @@ def read_prompt(
 
 
 def read_text_prompt(
-    prompt: Prompt, template_arguments: Mapping, processor: "InputProcessor"
+    prompt: Prompt,
+    template_arguments: Mapping,
+    processor: "InputProcessor",
+    add_special_tokens: bool = True,
+    is_cut: bool = False,
 ) -> tuple[str | None, list[int]]:
+    """Return the text (None if unknown) and the token ids. The other arguments are those of `encode`, for a text."""
     if is_conversation(prompt):
         with processor.tokenizer_lock:
             chat = render_chat(processor.tokenizer, prompt, template_arguments)
-        return chat, processor.encode(chat, add_special_tokens=False)
+        return chat, processor.encode(chat, add_special_tokens=False, is_cut=is_cut)
+    if isinstance(prompt, str):
+        return prompt, processor.encode(prompt, add_special_tokens, is_cut)
     text: Any = None
     ids: Any = prompt
     if isinstance(prompt, Mapping):
@@ -108,7 +115,7 @@ def read_text_prompt(
                 f"prompt={prompt!r:.80}: a dict must have 'prompt' (text) or 'prompt_token_ids', and no other key"
             )
         if ids is None and text is not None:
-            return text, processor.encode(text)
+            return text, processor.encode(text, add_special_tokens, is_cut)
     ids = as_list(ids)
     if ids is None or any(kind is bool or not issubclass(kind, Integral) for kind in set(map(type, ids))):
         raise TypeError(f"prompt={prompt!r:.80}: must be {KINDS}")

@@ -70,7 +70,8 @@ def create_app(
 
 
 def add_info_routes(app: FastAPI, api: Api) -> None:
-    llm, metrics, started = api.llm, Metrics(api.llm, api.model_names[0]), int(time())
+    llm, started = api.llm, int(time())
+    metrics = Metrics(llm, api.model_names[0], llm.input_processor.config.task)
 
     def entry(name: str) -> dict[str, Any]:
         common = {"id": name, "object": "model", "created": started, "owned_by": "nano-vllm"}

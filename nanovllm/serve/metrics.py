@@ -27,6 +27,7 @@ HISTOGRAMS = {
     "request_prompt_tokens": ("Tokens of a request's prompt", TOKENS),
     "request_generation_tokens": ("Tokens of an answer", TOKENS),
 }
+OF_TOKENS = {"time_to_first_token_seconds", "request_time_per_output_token_seconds", "request_generation_tokens"}
 STEP_SIZES = "iteration_tokens_total", "Tokens of prompts that a step computes, and tokens that it samples"
 # by metric: its description, and a function that reads it from `LLM.stats()`
 Quantities = dict[str, tuple[str, Callable[[dict[str, Any]], int]]]
@@ -68,8 +69,8 @@ class Metrics:
     Step sizes are reported for a single engine, not for replicas.
     """
 
-    def __init__(self, llm: EngineClient, model: str):
-        self._llm, self._model = llm, model
+    def __init__(self, llm: EngineClient, model: str, task: str = "generate"):
+        self._llm, self._model, self._task = llm, model, task
         self._stats: list[dict[str, Any] | None] = []  # the last stats of each engine
         self._engines: defaultdict[int, dict[str, int]] = defaultdict(ZEROS.copy)  # by engine: the values to show
         # by index of the engine: the counters at its last restart, and the number of its restarts
@@ -79,11 +80,15 @@ class Metrics:
         self._histograms = {
             name: Histogram(f"vllm:{name}", text, buckets=buckets, **options).labels(model)
             for name, (text, buckets) in HISTOGRAMS.items()
+            if task == "generate" or name not in OF_TOKENS
         }
         labels = "model_name", "finished_reason"
         self._ends = Counter("vllm:request_success", "Answers that ended", labels, registry=registry)
         text = "Answers that were aborted, mostly because their clients disconnected"
         self._aborted = Counter("nanovllm:request_aborted", text, **options).labels(model)
+        if task != "generate":
+            text, labels = "Prompts whose vector was computed, by the server's task", ("model_name", "task")
+            self._pooled = Counter("nanovllm:pooled_prompts", text, labels, registry=registry).labels(model, task)
         registry.register(IGNORED.count)
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # sum the counts of all fronts, including fronts that have ended
             self._shown = CollectorRegistry()
@@ -97,22 +102,27 @@ class Metrics:
 
     def observe(self, request: AsyncRequest) -> None:
         """Count a request that has ended. The times of a dropped request are left out, because they are meaningless."""
-        final = request.final
-        if final is None or (times := final.metrics).first_token_time is None or times.finished_time is None:
+        final: Any = request.final
+        pools = self._task != "generate"
+        has_result = final is not None and (final.finished if pools else final.metrics.first_token_time is not None)
+        if not has_result or (times := final.metrics).finished_time is None:
             self._aborted.inc(request.num_answers)
             return
         for answer in final.outputs:
             self._ends.labels(self._model, str(answer.finish_reason)).inc()
             values = {
                 "request_prompt_tokens": len(request.prompt_token_ids),
-                "request_generation_tokens": len(answer.token_ids),
                 "request_queue_time_seconds": times.time_in_queue,
-                "time_to_first_token_seconds": times.first_token_time - times.arrival_time,
                 "e2e_request_latency_seconds": times.finished_time - times.arrival_time,
             }
-            if (num_gaps := len(answer.token_ids) - 1) > 0:
-                seconds = times.finished_time - times.first_token_time
-                values["request_time_per_output_token_seconds"] = seconds / num_gaps
+            if pools:
+                self._pooled.inc()
+            else:
+                values["request_generation_tokens"] = len(answer.token_ids)
+                values["time_to_first_token_seconds"] = times.first_token_time - times.arrival_time
+                if (num_gaps := len(answer.token_ids) - 1) > 0:
+                    seconds = times.finished_time - times.first_token_time
+                    values["request_time_per_output_token_seconds"] = seconds / num_gaps
             for name, value in values.items():
                 self._histograms[name].observe(value or 0.0)
 

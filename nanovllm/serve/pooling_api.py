@@ -16,7 +16,7 @@ from pydantic import Field
 
 from nanovllm.pooling.pooling_outputs import PoolingOutput
 from nanovllm.pooling.pooling_params import PoolingParams
-from nanovllm.pooling.pooling_prompts import prefix_of, with_prefix
+from nanovllm.pooling.pooling_prompts import num_kept_of, prefix_of, with_prefix
 from nanovllm.pooling.task import check_task
 from nanovllm.serve import protocol
 from nanovllm.serve.answers import encoded
@@ -45,6 +45,7 @@ class InputBody(PoolingBody, protocol.TextBody):
     own_names: ClassVar = {"prompt": "input"}
 
     input: Inputs
+    truncation_side: Literal["left", "right"] = "right"
 
     def prompts(self) -> list[Any]:
         is_single = isinstance(self.input, str) or (bool(self.input) and isinstance(self.input[0], int))
@@ -65,30 +66,56 @@ class ClassifyBody(InputBody):
     use_activation: bool = True
 
 
-class RerankBody(PoolingBody):
+class PairBody(PoolingBody):
+    """The fields common to reranking and scores."""
+
+    instruction: str | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    max_tokens_per_doc: int | None = Field(None, ge=1)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of `score`. As in Cohere's API, `max_tokens_per_doc` also cuts documents that exceed the context."""
+        num_kept = self.truncate_prompt_tokens
+        if num_kept is None and self.max_tokens_per_doc is not None:
+            num_kept = -1
+        lengths = {"truncate_prompt_tokens": num_kept, "max_tokens_per_doc": self.max_tokens_per_doc}
+        return super().options | {"instruction": self.instruction} | lengths
+
+
+class RerankBody(PairBody):
     own_names: ClassVar = {"prompt": "documents"}
 
-    query: str
+    query: str | dict[str, Any]
     documents: Annotated[list[str | dict[str, Any]], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
     top_n: int | None = Field(None, ge=1)
-    return_documents: bool = True
-    instruction: str | None = None
-    # fields of Cohere's API that change nothing here, because documents are neither split nor cut
-    max_chunks_per_doc: int | None = None
-    max_tokens_per_doc: int | None = None
+    return_documents: bool | None = None  # by default true, as in Jina's API; false for the path /v2/rerank of Cohere
+    rank_fields: Annotated[list[str], Field(min_length=1, max_length=64)] | None = None
+    max_chunks_per_doc: int | None = None  # of Cohere's API; changes nothing here, because documents are not split
+
+    def query_text(self) -> str:
+        text = self.query.get("text") if isinstance(self.query, dict) else self.query
+        require(isinstance(text, str), "query: must be a string, or an object with a 'text'")
+        return text  # type: ignore[return-value]
 
     def texts(self) -> list[str]:
-        texts = [document.get("text") if isinstance(document, dict) else document for document in self.documents]
-        require(all(isinstance(text, str) for text in texts), "documents: each must be a string, or have a 'text'")
-        return texts  # type: ignore[return-value]
+        """Return the text of each document: a string, its 'text', or the values of its `rank_fields`, one per line."""
+        names = self.rank_fields or ["text"]
+        parts = [
+            [document[name] for name in names if name in document] if isinstance(document, dict) else [document]
+            for document in self.documents
+        ]
+        is_text = all(values and all(isinstance(text, str) for text in values) for values in parts)
+        bound = f"a string, or an object with a text in {' or '.join(map(repr, names))}"
+        require(is_text, f"documents: each must be {bound}")
+        return ["\n".join(values) for values in parts]
 
 
-class ScoreBody(PoolingBody):
+class ScoreBody(PairBody):
     own_names: ClassVar = {"prompt": "text_2", "query": "text_1", "documents": "text_2"}
 
     text_1: str | Texts
     text_2: str | Texts
-    instruction: str | None = None
     use_activation: bool = True
 
 
@@ -124,8 +151,9 @@ def add_routes(app: FastAPI, api: Api) -> None:
 
     async def embeddings(body: EmbeddingBody, request: Request) -> Response:
         async def compute() -> list[PoolingOutput]:
-            check_task(llm.input_processor.config, "embed")
-            prompts = prepared(body, prefix_of(llm.input_processor.config, body.prompt_name, body.instruction))
+            check_task(config := llm.input_processor.config, "embed")
+            body.truncate_prompt_tokens = num_kept_of(config, body.truncate_prompt_tokens)
+            prompts = prepared(body, prefix_of(config, body.prompt_name, body.instruction))
             params = PoolingParams(dimensions=body.dimensions, normalize=body.normalize)
             return await pool(llm, prompts, params, **body.options)
 
@@ -141,13 +169,19 @@ def add_routes(app: FastAPI, api: Api) -> None:
 
     async def score(body: ScoreBody, request: Request) -> Response:
         texts = body.text_1, body.text_2
-        compute = lambda: llm.score(*texts, body.instruction, use_activation=body.use_activation, **body.options)
+        compute = lambda: llm.score(*texts, use_activation=body.use_activation, **body.options)
         return await listed(await respond(body, compute), lambda x: {"object": "score", "score": x.score})
 
     async def rerank(body: RerankBody, request: Request) -> Response:
-        texts = body.texts()
-        answer = await respond(body, lambda: llm.score(body.query, texts, body.instruction, **body.options))
-        return json_response(answer | {"data": None, "results": ranked(body, texts, answer["data"])})
+        query, texts, options = body.query_text(), body.texts(), body.options
+        if llm.input_processor.config.scheduling_policy == "fcfs":
+            options["priority"] = 0  # in Cohere's API, a hint that a server need not follow
+        answer = await respond(body, lambda: llm.score(query, texts, **options))
+        outputs = answer.pop("data")
+        has_documents = body.return_documents
+        if has_documents is None:
+            has_documents = not request.url.path.endswith("/v2/rerank")
+        return json_response(answer | {"object": "list", "results": ranked(body, outputs, has_documents)})
 
     app.post("/v1/embeddings")(embeddings)
     for path in ("/classify", "/v1/classify"):
@@ -158,11 +192,12 @@ def add_routes(app: FastAPI, api: Api) -> None:
         app.post(path)(rerank)
 
 
-def ranked(body: RerankBody, texts: Sequence[str], outputs: Sequence[PoolingOutput]) -> list[dict[str, Any]]:
+def ranked(body: RerankBody, outputs: Sequence[PoolingOutput], has_documents: bool) -> list[dict[str, Any]]:
     """Return the `top_n` most relevant documents, in descending order of their score."""
-    order = sorted(range(len(texts)), key=lambda i: outputs[i].score, reverse=True)[: body.top_n]
+    order = sorted(range(len(outputs)), key=lambda i: outputs[i].score, reverse=True)[: body.top_n]
     results: list[dict[str, Any]] = [{"index": i, "relevance_score": outputs[i].score} for i in order]
-    if body.return_documents:
+    if has_documents:
         for i, result in zip(order, results):
-            result["document"] = {"text": texts[i]}
+            document = body.documents[i]
+            result["document"] = document if isinstance(document, dict) else {"text": document}
     return results

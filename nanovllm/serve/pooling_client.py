@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.pooling.pooling_outputs import PoolingOutput
 from nanovllm.pooling.pooling_params import PoolingParams
-from nanovllm.pooling.pooling_prompts import pair_prompt, pairs_of, prefix_of, with_prefix
+from nanovllm.pooling.pooling_prompts import num_kept_of, pair_prompt, pairs_of, prefix_of, with_prefix
 from nanovllm.pooling.task import check_task
 from nanovllm.requests.prompts import as_prompts
 from nanovllm.requests.request import Prompt
+from nanovllm.requests.truncation import cut_prompt
 
 if TYPE_CHECKING:
     from nanovllm.serve.engine_client import EngineClient
@@ -25,6 +26,7 @@ async def embed(
     normalize: bool | None = None,
     prompt_name: str | None = None,
     instruction: str | None = None,
+    truncate_prompt_tokens: int | None = None,
     **options: Any,
 ) -> list[PoolingOutput]:
     """Return embeddings, as `LLM.embed` does. `options` are options of `submit`."""
@@ -32,7 +34,8 @@ async def embed(
     check_task(config, "embed")
     prefix = prefix_of(config, prompt_name, instruction)
     params = PoolingParams(dimensions=dimensions, normalize=normalize)
-    return await pool(self, [with_prefix(prompt, prefix) for prompt in as_prompts(prompts)], params, **options)
+    texts = [with_prefix(prompt, prefix) for prompt in as_prompts(prompts)]
+    return await pool(self, _cut(texts, num_kept_of(config, truncate_prompt_tokens)), params, **options)
 
 
 async def score(
@@ -42,25 +45,35 @@ async def score(
     instruction: str | None = None,
     template: str | None = None,
     use_activation: bool = True,
+    truncate_prompt_tokens: int | None = None,
+    max_tokens_per_doc: int | None = None,
     **options: Any,
 ) -> list[PoolingOutput]:
     """Score documents, as `LLM.score` does. `options` are options of `submit`."""
     check_task(self.input_processor.config, "score")
     pairs = pairs_of(query, documents)
-    prompts = [partial(_pair_prompt, *pair, instruction, template) for pair in pairs]
+    limits: dict[str, Any] = dict(truncate_prompt_tokens=truncate_prompt_tokens, max_tokens_per_doc=max_tokens_per_doc)
+    make = partial(pair_prompt, instruction=instruction, template=template, **limits)
+    prompts = [partial(make, query=text, document=document) for text, document in pairs]
     return await pool(self, prompts, PoolingParams(use_activation=use_activation), **options)
 
 
 async def classify(
-    self: "EngineClient", prompts: Prompt | list[Prompt], use_activation: bool = True, **options: Any
+    self: "EngineClient",
+    prompts: Prompt | list[Prompt],
+    use_activation: bool = True,
+    truncate_prompt_tokens: int | None = None,
+    **options: Any,
 ) -> list[PoolingOutput]:
     """Classify texts, as `LLM.classify` does. `options` are options of `submit`."""
     check_task(self.input_processor.config, "classify", "score")
-    return await pool(self, as_prompts(prompts), PoolingParams(use_activation=use_activation), **options)
+    texts = _cut(as_prompts(prompts), truncate_prompt_tokens)
+    return await pool(self, texts, PoolingParams(use_activation=use_activation), **options)
 
 
-def _pair_prompt(query: str, document: str, instruction: str | None, template: str | None, lane: Any) -> Any:
-    return pair_prompt(lane, query, document, instruction, template)
+def _cut(prompts: list[Prompt], num_kept: int | None) -> list[Any]:
+    """Return functions that cut the prompts to `num_kept` tokens in a lane. None leaves the prompts unchanged."""
+    return prompts if num_kept is None else [partial(cut_prompt, prompt, num_kept) for prompt in prompts]
 
 
 async def pool(llm: "EngineClient", prompts: Iterable[Any], params: PoolingParams, **options: Any) -> list:

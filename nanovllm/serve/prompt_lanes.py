@@ -13,7 +13,7 @@ from typing import Any, cast
 from nanovllm.requests.input_processor import InputProcessor
 from nanovllm.requests.prompts import has_images, is_conversation, render_chat
 from nanovllm.requests.request import Prompt, TokensPrompt
-from nanovllm.utils.checks import check_int
+from nanovllm.requests.truncation import cut_prompt
 
 LONG_TEXT = 2**14  # characters; tokenizing them takes about 15 ms
 # normalizers and pre-tokenizers that remove no text; see `longest_token`
@@ -66,7 +66,7 @@ class PromptLane(InputProcessor):
         return tokens_prompt(token_ids, text, images)
 
     def _check_length(self, text: str, longest_token: int, is_elsewhere: bool) -> None:
-        max_bytes = (self.max_model_len - 1) * longest_token
+        max_bytes = self.max_prompt_tokens * longest_token
         num_bytes = len(data := text.encode(errors="replace"))
         if num_bytes > max_bytes and (normalizer := self.tokenizer.backend_tokenizer.normalizer) is not None:
             if is_elsewhere:
@@ -74,7 +74,7 @@ class PromptLane(InputProcessor):
             num_bytes = len(normalizer.normalize_str(data.decode()).encode())  # the normalized text may be shorter
         if num_bytes > max_bytes:
             num_tokens = -(-num_bytes // longest_token)
-            raise ValueError(f"prompt: has at least {num_tokens} tokens; must be fewer than {self.length_bound}")
+            raise ValueError(f"prompt: has at least {num_tokens} tokens; must be {self.length_bound}")
 
 
 def tokenized(
@@ -85,27 +85,22 @@ def tokenized(
     By default, special tokens are added to text, but not to the output of a chat template. Raises ValueError if
     `truncate_prompt_tokens` plus `max_tokens` exceeds the context length.
     """
-    adds_special, num_kept, tokenizer = body.add_special_tokens, body.truncate_prompt_tokens, lane.tokenizer
+    adds_special, num_kept = body.add_special_tokens, body.truncate_prompt_tokens
     if has_images(prompt):
         if num_kept is not None:
             raise ValueError(f"truncate_prompt_tokens={num_kept}: a prompt with images can't be cut")
         return lane.tokens_of(prompt, template_arguments)
-    with lane.tokenizer_lock:
-        if is_conversation(prompt):
-            prompt = RenderedChat(render_chat(tokenizer, prompt, template_arguments or {}))
-        if isinstance(prompt, str):
-            adds_special = not isinstance(prompt, RenderedChat) if adds_special is None else adds_special
-            token_ids = lane.encode(prompt, adds_special, is_cut=num_kept is not None)
-        else:
-            token_ids, prompt = prompt, None
-        if num_kept is not None:
-            max_kept = lane.max_model_len - max(1, max_tokens or 0)
-            num_kept = max_kept if num_kept == -1 else check_int("truncate_prompt_tokens", num_kept, 0, max_kept)
-            if num_kept < len(token_ids):
-                is_left = body.truncation_side == "left"
-                token_ids = token_ids[len(token_ids) - num_kept :] if is_left else token_ids[:num_kept]
-                prompt = tokenizer.decode(token_ids)
-    return tokens_prompt(token_ids, prompt)
+    if is_conversation(prompt):
+        with lane.tokenizer_lock:
+            prompt = RenderedChat(render_chat(lane.tokenizer, prompt, template_arguments or {}))
+    if adds_special is None and isinstance(prompt, RenderedChat):
+        adds_special = False
+    if num_kept is not None:
+        max_kept = min(lane.max_prompt_tokens, lane.max_model_len - (max_tokens or 0))
+        return cut_prompt(prompt, num_kept, lane, body.truncation_side, adds_special, max_kept)
+    if isinstance(prompt, str):
+        return tokens_prompt(lane.encode(prompt, adds_special is not False), prompt)
+    return tokens_prompt(cast(list[int], prompt), None)
 
 
 def tokens_prompt(token_ids: list[int], text: str | None, images: Any = None) -> TokensPrompt:

@@ -63,6 +63,7 @@ class StepRecorder:
         config = llm.config
         self._engine = {
             "model": Path(config.model).name,
+            "task": self._scheduler.task,
             "device": config.device,
             "num_blocks": len(self._scheduler.block_manager.blocks),
             "block_size": config.kvcache_block_size,
@@ -313,7 +314,10 @@ class StepRecorder:
         if decodes != self._decodes:
             frame["decodes"] = self._decodes = decodes
         frame["chunks"] = [[sequence_name(seq), start, end] for seq, start, end in step.chunks]
-        sampled = [seq for seq in step.new_seqs if seq.has_sampled]  # with pooling, no sequence gets a token
+        if self._scheduler.task != "generate":  # no sequence gets a token
+            frame["pooled"] = [round(seq.timing["finished"], 4) for seq in step.new_seqs if seq.finish_reason == "stop"]
+            return
+        sampled = [seq for seq in step.new_seqs if seq.has_sampled]
         frame["sampled"] = [sequence_name(seq) for seq in sampled]
         frame["ttft"] = [round(seq.timing["first_token"], 4) for seq in sampled if seq.num_completion_tokens == 1]
 

@@ -68,8 +68,8 @@ class ImagePrompts:
             images.append(known[source.key])
             num_tokens += images[-1].num_tokens - 1
             if num_tokens >= processor.max_model_len:  # other images are not read, because that may be slow
-                bound = f"must be fewer than {processor.length_bound}"
-                raise ValueError(f"prompt: has at least {num_tokens} tokens; {bound}")
+                bound = processor.length_bound
+                raise ValueError(f"prompt: has at least {num_tokens} tokens; must be {bound}")
         token_ids = [*_expanded(token_ids, images, image_token_id)]
         return text, token_ids, PromptImages(images, token_ids, image_token_id)
 
