@@ -346,9 +346,9 @@ def test_parity_on_kernels(use_ops, make_llm, monkeypatch, tmp_path, name):
     monkeypatch.setitem(CASES, name, (*sizes, entries | {key: few[key] for key in few.keys() & entries.keys()}))
     folder = make_model(tmp_path / "model", name)
     found = make_adapters(tmp_path, shared_reference(folder))
-    llm = make_llm(folder, attention_backend="triton", **EXPERTS | {"max_num_batched_tokens": 18})
+    llm = make_llm(folder, attention_backend="triton", **EXPERTS | {"max_num_batched_tokens": 10})
     (prompt, params), *_ = requests()
-    lengths, used = ((20, 2), (1, 2), (5, 3)), [found[0], None, found[1]]
+    lengths, used = ((12, 2), (1, 2), (5, 3)), [found[0], None, found[1]]
     limited = [
         (prompt[:length], replace(params, max_tokens=n), 0, adapter and adapter.request)
         for (length, n), adapter in zip(lengths, used)

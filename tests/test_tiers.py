@@ -457,7 +457,7 @@ def test_nothing_grows():
     rng, engine = random.Random(0), TieredEngine(num_blocks=20, asynchronous=True)
     engine.use_late_host(30, Memory([[] for _ in range(20)]), failures=True)
     tier, manager = engine.tier, engine.manager
-    for i in range(3000):
+    for i in range(2000):
         seq = engine.add([rng.randrange(8)] * rng.randint(1, 30), max_tokens=rng.randint(1, 4))
         while len(engine.scheduler.waiting) > 3:
             engine.step()
