@@ -625,7 +625,8 @@ def test_parity_on_kernels(monkeypatch, use_ops, make_llm, tmp_path, family, for
     """Chunks, several decodes and a single one, with splits that the next norm adds."""
     use_ops("packed_linear", "best_packed_split_k", "dequantize_packed", "add_rms_norm", "mix_experts")
     monkeypatch.setattr("nanovllm.quantization.kernels.packed_gemm.MAX_PACKED_ROWS", 8)
-    folder, plain = write_checkpoint(make(monkeypatch, tmp_path, family), tmp_path, format_name)
+    few = {"num_experts": 4, "num_experts_per_tok": 2}  # each takes programs of its own
+    folder, plain = write_checkpoint(make(monkeypatch, tmp_path, family, **few), tmp_path, format_name)
     llm = make_llm(folder, **SMALL | dict(max_num_batched_tokens=10))
     assert_same_as_transformers(plain, generate_by_steps(llm, short_requests((12, 2), (1, 2), (3, 3))))
 
