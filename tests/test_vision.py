@@ -25,7 +25,7 @@ from common import TINY, generate_by_steps
 from test_models import V5
 from test_states import poison
 
-from nanovllm import BeamSearchParams, LoRARequest, SamplingParams
+from nanovllm import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from nanovllm.models import ModelConfig, make_model
 from nanovllm.utils.loader import load_model
 from nanovllm.vision import image_prompts, image_urls
@@ -689,6 +689,12 @@ def test_terminal(make_vision, checkpoint, tmp_path, capsys):
         chat._command("/image", "none.png")
 
 
+@pytest.fixture(scope="module")
+def one_engine(checkpoint):
+    with LLM(checkpoint("qwen3_vl")[0], dtype="float32", device="cpu", **SETTINGS) as llm:
+        yield llm
+
+
 WRONG = [
     ({"image": 5}, TypeError, "multi_modal_data: image=5: must be a PIL image"),
     ({"image": b"no image"}, ValueError, "image: can't be read .*cannot identify image file"),
@@ -704,8 +710,8 @@ WRONG = [
 
 
 @pytest.mark.parametrize("data, kind, match", WRONG, ids=range(len(WRONG)))
-def test_wrong_images(make_vision, data, kind, match):
-    llm = make_vision()
+def test_wrong_images(one_engine, data, kind, match):
+    llm = one_engine
     with pytest.raises(kind, match=match):
         llm.generate([[5, 6], {"prompt": f"a{PAD}b", "multi_modal_data": data}], SamplingParams(max_tokens=1))
     assert llm.is_finished() and not llm.scheduler.live
