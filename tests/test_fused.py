@@ -57,7 +57,7 @@ BLOCK_SIZE, MAX_LEN = 16, 64
 # of each step, the tokens of two sequences that are computed: a prompt and a longer one, a decode and a chunk, decodes
 STEPS = [((0, 2), (0, 15)), ((2, 3), (15, 18)), ((3, 4), (18, 19)), ((4, 5), None)]
 SHORT_STEPS = [((0, 1), (0, 2)), ((1, 2), None)]  # for kernels of plain layers
-KERNEL_STEPS = [((0, 2), (12, 15)), *STEPS[1:]]  # fewer rows in the slow interpreter: behind twelve tokens of zeros
+FEW_STEPS = [((2, 3), (12, 18)), *STEPS[2:]]  # for the slow interpreter, and formats: behind tokens of zeros
 # one of each family, whose kernels are run
 FAMILIES = [
     "llama-biases",
@@ -205,11 +205,12 @@ def test_fused_forms_by_their_definitions(tmp_path, name, quantization):
     folder = make_folder(tmp_path / "model", name)
     skip_what_kernels_do_not_take(folder, quantization)
     runner, sums = Runner(folder, "sdpa", quantization=quantization), []
+    steps = FEW_STEPS if quantization else STEPS
     assert not any(isinstance(module, Fused) for module in runner.model.modules())
     layers = getattr(runner.model.model, "language_model", runner.model.model).layers
     add = lambda layer, inputs, outputs: sums.append(outputs[0] + outputs[1])
     hooks = [layer.register_forward_hook(add) for layer in layers]
-    expected = [runner.step(rows, runner.model) for rows in STEPS]
+    expected = [runner.step(rows, runner.model) for rows in steps]
     expected_of_layers = [torch.stack(sums[i * len(layers) :][: len(layers)]) for i in range(2)]
     for hook in hooks:
         hook.remove()
@@ -217,7 +218,7 @@ def test_fused_forms_by_their_definitions(tmp_path, name, quantization):
     assert any(isinstance(module, Fused) for module in runner.model.modules())
     for works, wanted in ((runner.model, expected), (layer_by_layer(runner.model), expected_of_layers)):
         runner.clear()
-        for rows, of_step in zip(STEPS, wanted):
+        for rows, of_step in zip(steps, wanted):
             assert_near(runner.step(rows, works), of_step, quantization)
 
 
@@ -273,13 +274,13 @@ def test_fused_forms_by_their_kernels(tmp_path, use_ops, few_programs, name, qua
     skip_what_kernels_do_not_take(folder, quantization)
     plain = Runner(folder, "sdpa", quantization=quantization)
     expected = {}
-    for steps in (SHORT_STEPS, KERNEL_STEPS):
+    for steps in (SHORT_STEPS, FEW_STEPS):
         plain.clear()
         expected |= {rows: plain.step(rows, plain.model) for rows in steps}
     use_ops()
     runner = Runner(folder, "triton", quantization=quantization)
-    for steps in (SHORT_STEPS, KERNEL_STEPS):
-        if steps is KERNEL_STEPS:
+    for steps in (SHORT_STEPS, FEW_STEPS):
+        if steps is FEW_STEPS:
             runner.clear()
             fuse(runner.model)
         for rows in steps:
@@ -352,7 +353,7 @@ def test_another_scale(tmp_path, use_ops, backend):
     assert isinstance(fused.model.model.layers[0].self_attn, Fused)
     if backend == "triton":
         use_ops()
-    assert_same(plain, fused, steps=KERNEL_STEPS if backend == "triton" else STEPS)
+    assert_same(plain, fused, steps=FEW_STEPS if backend == "triton" else STEPS)
     assert not torch.allclose(plain.step(STEPS[0], plain.model), before, rtol=1e-2)
 
 
@@ -487,7 +488,7 @@ def test_forwards_that_are_not_the_plain_one(tmp_path, use_ops, change):
     assert_same(plain, fused)
     pytest.importorskip("triton")
     use_ops("norm_linear", "add_rms_norm")
-    assert_same(plain, fused, steps=KERNEL_STEPS)
+    assert_same(plain, fused, steps=FEW_STEPS)
     assert not torch.allclose(plain.step(STEPS[0], plain.model), before, rtol=1e-2)
 
 
@@ -534,7 +535,7 @@ def test_changed_parts_of_gemma(tmp_path, use_ops, name, change):
     assert_same(plain, fused)
     pytest.importorskip("triton")
     use_ops("norm_linear", "add_rms_norm", "add_normed", "rms_norm")
-    assert_same(plain, fused, steps=KERNEL_STEPS)
+    assert_same(plain, fused, steps=FEW_STEPS)
     if change is strided_embedding:
         kept = [runner.model.model.embed_tokens.kept for runner in (plain, fused)]
         assert len(kept[0]) > 4 and all(map(torch.equal, *kept))
@@ -639,7 +640,7 @@ def test_sums_in_peer_memory(tmp_path, use_ops, name):
         if isinstance(module, RowParallelLinear):
             module.tp = tp
     use_ops("norm_linear", "add_rms_norm", "add_normed", "rms_norm")
-    assert_same(plain, fused, steps=KERNEL_STEPS)
+    assert_same(plain, fused, steps=FEW_STEPS)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "gemma3", "gemma4", "glm4", "olmo3", "granite"])
