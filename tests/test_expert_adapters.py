@@ -36,7 +36,7 @@ from test_models import (
 )
 from torch import nn
 
-from nanovllm import LoRARequest
+from nanovllm import LLM, LoRARequest
 from nanovllm.fused.fused_experts import FusedExperts
 from nanovllm.kernels.activations import SWIGLU
 from nanovllm.lora import lora_experts
@@ -346,9 +346,9 @@ def test_parity_on_kernels(use_ops, make_llm, monkeypatch, tmp_path, name):
     monkeypatch.setitem(CASES, name, (*sizes, entries | {key: few[key] for key in few.keys() & entries.keys()}))
     folder = make_model(tmp_path / "model", name)
     found = make_adapters(tmp_path, shared_reference(folder))
-    llm = make_llm(folder, attention_backend="triton", **EXPERTS | {"max_num_batched_tokens": 18})
+    llm = make_llm(folder, attention_backend="triton", **EXPERTS | {"max_num_batched_tokens": 10})
     (prompt, params), *_ = requests()
-    lengths, used = ((20, 2), (1, 2), (5, 3)), [found[0], None, found[1]]
+    lengths, used = ((12, 2), (1, 2), (5, 3)), [found[0], None, found[1]]
     limited = [
         (prompt[:length], replace(params, max_tokens=n), 0, adapter and adapter.request)
         for (length, n), adapter in zip(lengths, used)
@@ -421,6 +421,13 @@ UP = "model.layers.1.mlp.experts.7.up_proj"
 STACK = "model.layers.1.mlp.experts"
 
 
+@pytest.fixture(scope="module")
+def refusing(model):
+    """An engine for all adapters that are refused."""
+    with LLM(model, dtype="float32", device="cpu", **EXPERTS) as llm:
+        yield llm
+
+
 @pytest.mark.parametrize(
     "form, tensors, message",
     [
@@ -469,7 +476,7 @@ STACK = "model.layers.1.mlp.experts"
         ),
     ],
 )
-def test_broken_tensors(make_llm, model, tmp_path, form, tensors, message):
+def test_broken_tensors(refusing, model, tmp_path, form, tensors, message):
     if form == "stacked" and not V5:
         pytest.skip("the model of transformers 4 has no stacks")
     adapter = ExpertAdapter(tmp_path / "a", shared_reference(model), ["q_proj"], 1, form)
@@ -477,7 +484,7 @@ def test_broken_tensors(make_llm, model, tmp_path, form, tensors, message):
     adapter.tensors = {name: x for name, x in adapter.tensors.items() if x is not None}
     adapter.save(json.loads((tmp_path / "a" / "adapter_config.json").read_text()))
     with pytest.raises(ValueError, match=message) as raised:
-        make_llm(model, **EXPERTS).add_lora(adapter.request)
+        refusing.add_lora(adapter.request)
     assert str(tmp_path / "a" / "adapter_model.safetensors") in str(raised.value)
 
 
@@ -496,11 +503,11 @@ def test_broken_tensors(make_llm, model, tmp_path, form, tensors, message):
         ({"rank_pattern": {"experts.gate_up_proj": 2}}, r"lora_A.weight: has shape \[24, 64\]: must be \[16, 64\]"),
     ],
 )
-def test_broken_config(make_llm, model, tmp_path, entries, message):
+def test_broken_config(refusing, model, tmp_path, entries, message):
     adapter = ExpertAdapter(tmp_path / "a", shared_reference(model), [], 1, "stacked")
     adapter.edit(**entries)
     with pytest.raises((ValueError, TypeError), match=message) as raised:
-        make_llm(model, **EXPERTS).add_lora(adapter.request)
+        refusing.add_lora(adapter.request)
     assert str(adapter.folder) in str(raised.value)
 
 

@@ -512,7 +512,7 @@ def test_not_one_token_differs(make_llm, bigrams, two_layer_model, tmp_path, sch
     wrong = write_head(tmp_path / "wrong", "authors", target=two_layer_model, layer_ids=[0, 1, 1])
     rng = random.Random(schedule)
     prompts = prompts_of(rng, SHORT_PROMPTS if schedule == "preemptions" else PROMPT_LENGTHS)[:7]
-    params = [replace(x, max_tokens=min(x.max_tokens, 40)) for x in (params_of(rng, i) for i in range(len(prompts)))]
+    params = [replace(x, max_tokens=min(x.max_tokens, 36)) for x in (params_of(rng, i) for i in range(len(prompts)))]
     settings = SETTINGS | SCHEDULES[schedule] | dict(async_scheduling=async_scheduling)
     for target, head in ((model, right), (two_layer_model, wrong)):
         llm = make_llm(target, **settings)

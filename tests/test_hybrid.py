@@ -196,7 +196,7 @@ def make_requests() -> list[tuple[list[int], SamplingParams]]:
     options = dict(ignore_eos=True, logprobs=0, detokenize=False)
     requests = []
     for i, (prompt, kind) in enumerate(zip(prompts, 3 * kinds)):
-        max_tokens = 20 if 2 < i < 7 else 2 + i
+        max_tokens = 14 if 2 < i < 7 else 2 + i // 2
         params = SamplingParams(**{"temperature": 1.0, "seed": i, "max_tokens": max_tokens, **options, **kind})
         requests.append((prompt, params))
     return requests
@@ -417,7 +417,9 @@ def test_schedules(make_hybrid, checkpoints, schedule, async_scheduling):
     """The second time, prompts are hit; what a sequence leaves in a row, another does not see."""
     llm = make_hybrid("qwen3_5-tied", **SCHEDULES[schedule], async_scheduling=async_scheduling)
     requests = make_requests()[slice(2, 7, 2) if schedule == "one at a time" else slice(None)]
-    outputs = [llm.generate(*map(list, zip(*requests)), use_tqdm=False) for _ in range(2)]
+    if schedule == "preemptions":
+        requests = [(prompt, replace(params, max_tokens=20)) for prompt, params in requests]
+    outputs = [llm.generate(*map(list, zip(*some)), use_tqdm=False) for some in (requests, requests[::2])]
     assert_same_as_reference(checkpoints.model("qwen3_5-tied"), [*outputs[0], *outputs[1]])
     hits = [output.num_cached_tokens for output in outputs[1]]
     assert any(hits) == (schedule in ("at once", "chunks")) or schedule in ("preemptions", "one at a time")
@@ -609,8 +611,10 @@ def ids_of(outputs) -> list[list[list[int]]]:
 def test_drafts(make_hybrid, checkpoints, monkeypatch, drafts, margins, name, schedule, kinds):
     """That are right, wrong and both: the same text, also of several answers, after hits and after preemptions."""
     requests, settings = make_requests(), SCHEDULES[schedule]
+    if schedule == "chunks":
+        requests = [(prompt, replace(params, max_tokens=params.max_tokens + 4)) for prompt, params in requests]
     if schedule == "preemptions":
-        requests = [(prompt[:40], replace(params, max_tokens=36)) for prompt, params in requests[:5] + requests[8:]]
+        requests = [(prompt[:40], replace(params, max_tokens=28)) for prompt, params in requests[:5] + requests[8:]]
         settings = dict(max_model_len=96, num_kvcache_blocks=10)
     prompts, params = map(list, zip(*requests))
     llm = margins(make_hybrid(name, **settings))
@@ -829,7 +833,7 @@ def test_sleep(make_llm, checkpoints):
 @pytest.mark.parametrize("name, dtype", [("qwen3_next-dense-layer", "float32"), ("qwen3_5-tied", "bfloat16")])
 def test_no_bit_differs(make_llm, checkpoints, name, dtype):
     """A request has the same bits in any batch, in any chunks, from a snapshot on and after a preemption."""
-    assert_invariant(make_llm, checkpoints.folder(name), dtype=dtype)
+    assert_invariant(make_llm, checkpoints.folder(name), few_blocks=5, dtype=dtype)
 
 
 @pytest.mark.gpu

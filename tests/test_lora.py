@@ -29,7 +29,7 @@ from test_models import (  # noqa: F401 (gelu_family is a fixture)
 from torch import nn
 from torch.func import functional_call
 
-from nanovllm import BeamSearchParams, LoRARequest, SamplingParams
+from nanovllm import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from nanovllm.cuda import graphs
 from nanovllm.cuda.buffers import make_buffers
 from nanovllm.engine.sequence import Sequence
@@ -719,6 +719,13 @@ def test_random_load(make_llm, model, tmp_path):
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def refusing(model):
+    """An engine for all adapters that are refused."""
+    with LLM(model, dtype="float32", device="cpu", **LORA) as llm:
+        yield llm
+
+
 def edit_tensors(adapter: PEFTAdapter, **changed) -> None:
     """Replace or remove (None) tensors, whose names have __ for dots."""
     tensors = adapter.tensors | {f"base_model.model.{name.replace('__', '.')}": x for name, x in changed.items()}
@@ -766,8 +773,8 @@ Q = "model__layers__1__self_attn__q_proj"
         ({"model__layers__0__mlp__experts__3__up_proj__lora_A__weight": torch.ones(4, 64)}, "has no adapters for"),
     ],
 )
-def test_broken_tensors(make_llm, model, found, tensors, message):
-    llm, adapter = make_llm(model, **LORA), found[0]
+def test_broken_tensors(refusing, found, tensors, message):
+    llm, adapter = refusing, found[0]
     edit_tensors(adapter, **tensors)
     with pytest.raises(ValueError, match=message) as raised:
         llm.generate([[1, 2]], use_tqdm=False, lora_request=adapter.request)
@@ -799,16 +806,16 @@ def test_broken_tensors(make_llm, model, found, tensors, message):
         ({"exclude_modules": ["q_proj"]}, "q_proj: does not match target_modules"),
     ],
 )
-def test_broken_config(make_llm, model, found, entries, message):
-    llm, adapter = make_llm(model, **LORA), found[0]
+def test_broken_config(refusing, found, entries, message):
+    adapter = found[0]
     adapter.edit(**entries)
     with pytest.raises((ValueError, TypeError), match=message) as raised:
-        llm.add_lora(adapter.request)
+        refusing.add_lora(adapter.request)
     assert str(adapter.folder) in str(raised.value)
 
 
-def test_files_that_are_missing_or_cut(make_llm, model, found):
-    llm, folder = make_llm(model, **LORA), found[0].folder
+def test_files_that_are_missing_or_cut(refusing, found):
+    llm, folder = refusing, found[0].folder
     for path in ("~no-such-user/x", "a" * 5000):
         with pytest.raises(ValueError, match="lora_path=.*: can't be used"):
             llm.add_lora(LoRARequest("x", 9, path))

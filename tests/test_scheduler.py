@@ -1,4 +1,4 @@
-"""Who runs when. Random requests run on a device without a model, and everything is checked after every move."""
+"""Who runs when. Random requests run on a device without a model, and everything is checked after every third move."""
 
 import random
 import subprocess

@@ -118,7 +118,7 @@ def spoil_free_blocks(llm):
     return llm
 
 
-def windowed_requests(number: int = 7, longest: int = 17) -> list[tuple[list[int], SamplingParams]]:
+def windowed_requests(number: int = 7, longest: int = 12) -> list[tuple[list[int], SamplingParams]]:
     """Some prompts are longer than the window, and some of them begin alike."""
     rng = random.Random(1)
     requests = [(prompt, replace(x, max_tokens=min(x.max_tokens, longest))) for prompt, x in make_requests(number)]
@@ -153,7 +153,7 @@ def test_same_as_transformers(make_windowed, name, reference, schedule, async_sc
     assert (llm.config.num_window_tables, [*llm.config.table_views]) == WINDOWED[name][1:]
     assert llm.config.cache_window == 23 and len(llm.model_runner.cache_groups) == 1
     assert isinstance(llm.scheduler.block_manager, WindowBlockManager)
-    requests = windowed_requests(*{"one at a time": (4,), "preemptions": (9, 30)}.get(schedule, ()))
+    requests = windowed_requests(*{"one at a time": (4,), "preemptions": (9, 22)}.get(schedule, ()))
     assert_same_as_reference(reference, llm.generate(*map(list, zip(*requests)), use_tqdm=False))
     outputs = generate_by_steps(llm, requests[::2])  # again, with prefix hits
     assert_same_as_reference(reference, outputs)
