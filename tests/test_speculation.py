@@ -107,7 +107,7 @@ def test_not_one_token_differs(make_llm, small_model, chat, margins, schedule, a
     """Of text in steps of whole prompts, and of a small model's answers in others."""
     sizes = dict(number=11, max_len=14) if schedule == "preemptions" else dict(number=6)
     model, (prompts, params) = TINY, requests(chat, random.Random(schedule), **sizes)
-    params = [replace(x, max_tokens=min(x.max_tokens, 21)) for x in params]
+    params = [replace(x, max_tokens=min(x.max_tokens, 24)) for x in params]
     if schedule != "at once":
         model, params = small_model, few_likely(params)
     settings = SETTINGS | SCHEDULES[schedule] | dict(async_scheduling=async_scheduling)
