@@ -475,6 +475,17 @@ def test_drafts(make_vision, checkpoint, method):
     Reference(checkpoint(DENSE[-1])[1], llm).check(prompts, generate_by_steps(llm, zip(prompts, params)))
 
 
+@pytest.mark.parametrize("start, end", [(0, 26), (3, 24), (20, 26), (21, 22), (23, 26)])
+def test_positions_of_generated_tokens(start, end):
+    """They are those of a prompt that goes on. After a preemption, a chunk contains both kinds of tokens."""
+    image = SimpleNamespace(rows=2, columns=5, num_tokens=10)
+    token_ids = [7, 7, *[PAD_ID] * 10, *[7] * 9]
+    images = PromptImages([image], token_ids, PAD_ID)
+    longer = PromptImages([image], [*token_ids, *[7] * 5], PAD_ID)
+    assert images.num_prompt_tokens == 21
+    assert images.positions(start, end).tolist() == longer.positions(start, end).tolist()
+
+
 @pytest.mark.parametrize("name", DENSE)
 def test_batch_invariance(make_vision, name):
     """An image is computed alone, so no bit of an answer depends on the batch."""
