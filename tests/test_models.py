@@ -337,7 +337,7 @@ def test_long_prompts(make_llm, tmp_path, name):
         single = [replace(output, outputs=[answer]) for answer in output.outputs]
         assert_same_as_transformers(folder, single, error=1e-4)
     stats = llm.stats()
-    assert stats["preemptions"] and stats["steps"]["mixed"] and stats["spec_decode"]["accepted_tokens"]
+    assert stats["preemptions"] and stats["steps"]["mixed"] and stats["spec_decode"]["draft_tokens"]
 
 
 class ThreadRanks(TensorParallel):
