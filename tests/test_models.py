@@ -329,7 +329,8 @@ def test_long_prompts(make_llm, tmp_path, name):
     """With several answers, drafts and preemption, far behind the first positions."""
     folder, rng = make_checkpoint(tmp_path, name), random.Random(0)
     sizes = dict(num_kvcache_blocks=45, max_num_batched_tokens=128, max_model_len=640)
-    llm = make_llm(folder, **SMALL | sizes, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+    drafting = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    llm = make_llm(folder, **SMALL | sizes, speculative_config=drafting)
     ids = [rng.randrange(VOCAB_SIZE) for _ in range(600)]
     params = SamplingParams(temperature=0, n=2, max_tokens=24, ignore_eos=True, logprobs=1, detokenize=False)
     outputs = generate_by_steps(llm, [(prompt, params) for prompt in (2 * ids[:20], ids, 9 * ids[:5])])
