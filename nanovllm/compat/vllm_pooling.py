@@ -11,7 +11,7 @@ from nanovllm.pooling import pooling_params
 from nanovllm.pooling.pooling_outputs import PoolingOutput
 from nanovllm.pooling.pooling_prompts import pairs_of
 from nanovllm.pooling.task import check_task
-from nanovllm.utils.checks import check_int
+from nanovllm.requests.truncation import check_num_kept
 
 PARAMS = ("dimensions", "use_activation")
 ACCEPTED: dict[str, tuple] = {"task": (None, str), "truncate_prompt_tokens": (None,), "requires_token_ids": (False,)}
@@ -99,9 +99,7 @@ class PoolingCalls(nanovllm.LLM):
         """
         check_task(self.config, "score")
         if (num_kept := _num_kept(unused)) is not None:
-            most = self.input_processor.max_prompt_tokens
-            num_kept = check_int("truncate_prompt_tokens", num_kept, low=-1, high=most)
-            num_kept = most if num_kept == -1 else num_kept
+            num_kept = check_num_kept(num_kept, self.input_processor.max_prompt_tokens)
         cut: dict[str, Any] = dict(truncation=num_kept is not None, max_length=num_kept)
         with self.input_processor.tokenizer_lock:
             ids = [self.tokenizer(*pair, **cut)["input_ids"] for pair in pairs_of(data_1, data_2)]

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 
 def stats_of(scheduler: Scheduler) -> dict:
     """Return the dict of `LLMEngine.stats`. The caller must make sure that no step runs."""
-    totals = scheduler.totals
-    blocks: Any = scheduler.block_manager
+    totals, blocks = scheduler.totals, scheduler.block_manager
     num_free = len(blocks.free_block_ids)
     num_cached, groups = blocks.num_cached, blocks.groups()
     accepted = [totals[f"accepted_{i}"] for i in range(totals["num_speculative_tokens"])]
@@ -21,14 +20,6 @@ def stats_of(scheduler: Scheduler) -> dict:
         "draft_tokens": totals["draft_tokens"],
         "accepted_tokens": sum(accepted),
         "accepted_per_position": accepted,
-    }
-    tiers = {
-        "device_hits": totals["cached_tokens"] - totals["loaded_tokens"],  # in tokens of prompts
-        "host_hits": totals["loaded_tokens"],
-        "loaded_blocks": totals["loaded_blocks"],
-        "lost_copies": totals["lost_copies"],
-        **({"disk_blocks": totals["disk_blocks"]} if totals["tiers"] > 2 else {}),
-        **(blocks.connector.usage() if totals["tiers"] else {}),
     }
     return {
         "requests": {"waiting": len(scheduler.waiting), "running": len(scheduler.prefilling) + len(scheduler.running)},
@@ -40,7 +31,23 @@ def stats_of(scheduler: Scheduler) -> dict:
         **({} if scheduler.task == "generate" else {"pooled": {scheduler.task: totals["pooled_prompts"]}}),
         "steps": {kind: totals[f"{kind}_steps"] for kind in ("prefill", "decode", "mixed")},
         **({"spec_decode": drafts} if accepted else {}),
-        **({"tiers": tiers} if totals["tiers"] else {}),
+        **({"tiers": tiers} if (tiers := tiers_of(scheduler)) else {}),
+    }
+
+
+def tiers_of(scheduler: Scheduler) -> dict[str, int]:
+    """Return the counts of the prefix cache's tiers. If the device is the only tier, the dict is empty."""
+    totals = scheduler.totals
+    if not totals["tiers"]:
+        return {}
+    manager: Any = scheduler.block_manager
+    return {
+        "device_hits": totals["cached_tokens"] - totals["loaded_tokens"],  # in tokens of prompts
+        "host_hits": totals["loaded_tokens"],
+        "loaded_blocks": totals["loaded_blocks"],
+        "lost_copies": totals["lost_copies"],
+        **({"disk_blocks": totals["disk_blocks"]} if totals["tiers"] > 2 else {}),
+        **manager.connector.usage(),
     }
 
 

@@ -7,7 +7,7 @@ from nanovllm.config import Config
 from nanovllm.requests.input_processor import InputProcessor
 from nanovllm.requests.prompts import render_chat
 from nanovllm.requests.request import Prompt, TokensPrompt
-from nanovllm.requests.truncation import cut_prompt, first_tokens
+from nanovllm.requests.truncation import check_num_kept, cut_prompt, first_tokens
 from nanovllm.utils.checks import check_choice, check_int
 
 # https://huggingface.co/Qwen/Qwen3-Embedding-0.6B
@@ -61,12 +61,11 @@ def pairs_of(query: Any, documents: Any) -> list[tuple[str, str]]:
 
 def num_kept_of(config: Config, truncate_prompt_tokens: int | None) -> int | None:
     """Return the number of tokens to keep of a prompt: the caller's, but no more than the checkpoint's `max_tokens`."""
+    assert config.max_model_len is not None, "it is resolved on construction"
     most, num_kept = config.pooling.max_tokens, truncate_prompt_tokens
     if most is None or most > config.max_model_len:  # then a longer prompt would be cut to another length: an error
         return num_kept
-    if num_kept is not None:
-        check_int("truncate_prompt_tokens", num_kept, low=-1, high=config.max_model_len)
-    return most if num_kept in (None, -1) else min(num_kept, most)
+    return most if num_kept is None else min(most, check_num_kept(num_kept, config.max_model_len))
 
 
 def cut_prompts(prompts: list[Prompt], num_kept: int | None, processor: InputProcessor) -> list[Prompt]:
@@ -97,10 +96,9 @@ def pair_prompt(
     """
     if max_tokens_per_doc is not None:
         document = first_tokens(document, check_int("max_tokens_per_doc", max_tokens_per_doc, low=1), processor)
-    if (num_kept := truncate_prompt_tokens) is None:
+    if truncate_prompt_tokens is None:
         return _pair_prompt(processor, query, document, instruction, template)
-    num_kept = check_int("truncate_prompt_tokens", num_kept, low=-1, high=(most := processor.max_prompt_tokens))
-    num_kept = most if num_kept == -1 else num_kept
+    num_kept = check_num_kept(truncate_prompt_tokens, processor.max_prompt_tokens)
     while True:
         prompt = _pair_prompt(processor, query, document, instruction, template, is_cut=True)
         if (excess := len(prompt["prompt_token_ids"]) - num_kept) <= 0:

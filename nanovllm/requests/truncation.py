@@ -29,8 +29,7 @@ def cut_prompt(
     Raises the errors of `InputProcessor.tokenize`, and ValueError for a `num_kept` out of bounds.
     """
     max_kept = processor.max_prompt_tokens if max_kept is None else max_kept
-    num_kept = check_int("truncate_prompt_tokens", num_kept, low=-1, high=max_kept)
-    num_kept = max_kept if num_kept == -1 else num_kept
+    num_kept = check_num_kept(num_kept, max_kept)
     is_text = isinstance(prompt, str) or (isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None)
     adds_special = is_text if adds_special is None else adds_special and is_text
     with processor.tokenizer_lock:
@@ -43,6 +42,15 @@ def cut_prompt(
             text = processor.tokenizer.decode(token_ids)
     parts: TokensPrompt = {"prompt_token_ids": token_ids}
     return parts if text is None else parts | {"prompt": text}
+
+
+def check_num_kept(num_kept: int, max_kept: int) -> int:
+    """Return the number of tokens to which `truncate_prompt_tokens` cuts a prompt. -1 means `max_kept`.
+
+    Raises TypeError or ValueError unless the value is an integer from -1 to `max_kept`.
+    """
+    num_kept = check_int("truncate_prompt_tokens", num_kept, low=-1, high=max_kept)
+    return max_kept if num_kept == -1 else num_kept
 
 
 def special_ends(tokenizer: Any) -> tuple[list[int], list[int]]:

@@ -87,16 +87,13 @@ class ImagePrompts:
         threads = DaemonThreads("nanovllm-images", min(MAX_THREADS, available_cores(), len(tasks)))
         try:
             for key, source in tasks.items():
-                futures[key] = threads.submit(self._read_one, source)
+                futures[key] = threads.submit(self.reader.read, source.image, source.is_trusted, source.bounds)
             found = {key: future.result() for key, future in futures.items() if future.exception() is None}
         finally:
             for future in futures.values():  # after Ctrl-C
                 future.cancel()
             threads.close()
         return [self._with_images(prompt, found) for prompt in prompts]
-
-    def _read_one(self, source: ImageSource) -> PromptImage:
-        return self.reader.cut(self.reader.open(source.image, source.is_trusted), source.bounds)
 
     def _sources(self, prompt: Any) -> list[ImageSource]:
         """Return the images of a prompt that have not been read. If the prompt is wrong, return an empty list."""

@@ -41,14 +41,14 @@ class ImageReader:
     def __init__(self, config: "Config"):
         self.config, self.vision = config, config.model_config.vision
 
-    def read(self, source: Any, is_trusted: bool = True) -> PromptImage:
+    def read(self, source: Any, is_trusted: bool = True, bounds: tuple[int, int] | None = None) -> PromptImage:
         """Read an image from one of KINDS.
 
         If `is_trusted` is false, the format must be one of WEB_FORMATS, and a string must be a URL. A URL may name a
         file or another host only if settings allow it. Raises ValueError if the image is broken, too large or too
-        narrow. Raises TypeError for sources of other types.
+        narrow. Raises TypeError for sources of other types. `bounds` is an argument of `cut`.
         """
-        return self.cut(self.open(source, is_trusted))
+        return self.cut(self.open(source, is_trusted), bounds)
 
     def cut(self, opened: Any, bounds: tuple[int, int] | None = None) -> PromptImage:
         """Decode a PIL image, scale it, and cut it into patches. Raises ValueError as `read` does.
