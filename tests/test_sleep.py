@@ -137,7 +137,8 @@ def test_refusals(make_llm):
     assert answers(llm) == before
 
 
-def test_requests_that_are_kept(make_llm):
+def test_requests_that_are_kept(make_llm, monkeypatch):
+    """The pause may come so early that the caller is still submitting requests of which the engine runs a step."""
     llm = make_llm(**SETTINGS)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     expected = [output.token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
@@ -148,8 +149,14 @@ def test_requests_that_are_kept(make_llm):
             llm.pause("keep")
             paused.set()
 
+    def post(command, waiter=None, post=llm.engine_thread._post):
+        post(command, waiter)
+        if threading.current_thread() is caller:
+            assert paused.wait(60)
+
     llm.core.on_step.append(pause)
     caller = threading.Thread(target=lambda: outputs.extend(llm.generate(PROMPTS, params, use_tqdm=False)))
+    monkeypatch.setattr(llm.engine_thread, "_post", post)
     caller.start()
     assert paused.wait(60)
     llm.sleep()

@@ -55,10 +55,16 @@ class EngineThread:
         self.engine.check_available()
         for request in requests:
             request.collector = collector
-        self._post(partial(self._output_processor.add, requests), collector)
+        admitted: list[bool] = []  # whether the thread took the requests before there was a reason to refuse them
+
+        def add() -> None:
+            self._output_processor.add(requests)
+            admitted.append(not self.engine.unavailable)
+
+        self._post(add, collector)
         self.check_open()  # checked again: if the engine is not closing now, the thread will see the command
         # checked again: a thread that adds a reason from now on sees these requests
-        if reasons := [*self.engine.unavailable.values()]:
+        if (reasons := [*self.engine.unavailable.values()]) and not any(admitted):
             self.discard([request.request_id for request in requests])
             raise UnavailableError(reasons[0])
 
