@@ -1221,6 +1221,15 @@ def test_both_servers_get_the_same_requests(fake_server, monkeypatch, capsys, tm
     assert [row[1] for row in rows] == ["nanovllm", "vllm"] * 3
 
 
+def test_results_of_other_servers_are_kept_when_one_fails(fake_server, monkeypatch, capsys):
+    fake_server("fine", "status")
+    with pytest.raises(SystemExit, match="vllm, 2x8/6: .*status 500"):
+        main(monkeypatch, "--workload", "http", "--compare", "vllm", "--clients", "2x8/6", "--device", "cpu")
+    out, err = capsys.readouterr()
+    rows = table(out, "closed loop: clients x tokens of a prompt / of its answer")[1:]
+    assert [row[1] for row in rows] == ["nanovllm"] and "vllm failed: vllm, 2x8/6: " in err
+
+
 @pytest.mark.parametrize(
     "mode, words",
     [

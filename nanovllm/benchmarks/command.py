@@ -70,11 +70,13 @@ def run(args: argparse.Namespace, settings: dict[str, Any], config: Config) -> N
         host.measure_host(args.model, settings)
     elif args.workload == ["http"]:
         try:
-            results = http.compare_servers(args, settings, config)
+            results, errors = http.compare_servers(args, settings, config)
         except RuntimeError as error:
             sys.exit(f"{error}")
         print_setup(args, config, results)
         http.print_results(results)
+        if errors:
+            sys.exit(f"{errors[0]}")
     elif args.beams:
         calls.compare_beam_search(args.model, settings, args.beams, args.max_output_len or 400)
     elif args.streaming:

@@ -57,6 +57,7 @@ GPU_LOADS = {
 }
 CPU_LOADS = {Load(1, 16, 32): 4, Load(4, 32, 16): 16, Load(4, 32, 16, "whole"): 16, Load(4, 50, 16, "chat"): 16}
 NUM_ROUNDS = 4  # requests of each client, for other loads
+Runs = dict[Load, tuple[list[bytes], list[bytes]]]  # warm-up requests and measured requests of each load
 
 
 @dataclass
@@ -72,25 +73,41 @@ class LoadResult(Result):
     client: float = nan
 
 
-def compare_servers(args: argparse.Namespace, settings: dict, config: Config) -> Results:
-    """Send the same requests to one server after another. Raises RuntimeError if an answer is wrong."""
+def compare_servers(args: argparse.Namespace, settings: dict, config: Config) -> tuple[Results, list[RuntimeError]]:
+    """Send the same requests to one server after another. Return the results, and the errors of servers that failed.
+
+    A server fails if it does not start or if an answer is wrong. The results of its earlier loads are kept. An error of
+    the first server is raised.
+    """
     commands = {
         "nanovllm": ("nanovllm", ["serve", args.model, *as_flags(settings), *args.server_flags]),
         "vllm": ("vllm.entrypoints.openai.api_server", as_flags(vllm_settings(args.model, settings))),
     }
     runs = {load: (warm_up, requests) for load, warm_up, requests in make_runs(args, config)}
     results: Results = {}
+    errors = []
     for engine in ("nanovllm", *args.compare):
-        with progress(f"{engine}:"), running_server(*commands[engine]) as server, ClientProcesses() as processes:
-            results[engine] = {}
-            for load, (warm_up, requests) in runs.items():
-                with progress(f"{engine}: {load}"):
-                    try:
-                        processes.run(server, load, warm_up)
-                        results[engine][str(load)] = processes.run(server, load, requests)
-                    except clients.AnswerError as error:
-                        raise RuntimeError(f"{engine}, {load}: {error}") from error
-    return results
+        results[engine] = {}
+        try:
+            run_loads(engine, commands[engine], runs, results[engine])
+        except RuntimeError as error:
+            if engine == "nanovllm":
+                raise
+            report(f"{engine} failed: {error}")
+            errors.append(error)
+    return results, errors
+
+
+def run_loads(engine: str, command: tuple[str, list[str]], runs: Runs, results: dict[str, LoadResult]) -> None:
+    """Start a server, send it the requests of each load, and add the results to `results`."""
+    with progress(f"{engine}:"), running_server(*command) as server, ClientProcesses() as processes:
+        for load, (warm_up, requests) in runs.items():
+            with progress(f"{engine}: {load}"):
+                try:
+                    processes.run(server, load, warm_up)
+                    results[str(load)] = processes.run(server, load, requests)
+                except clients.AnswerError as error:
+                    raise RuntimeError(f"{engine}, {load}: {error}") from error
 
 
 class ClientProcesses:
@@ -187,14 +204,15 @@ def post(path: str, body: dict) -> bytes:
 
 def print_results(results: Results) -> None:
     loads = next(iter(results.values()))
-    rows = [row(load, engine, by_load[load]) for load in loads for engine, by_load in results.items()]
+    rows = [row(load, engine, found[load]) for load in loads for engine, found in results.items() if load in found]
     print_table("closed loop: clients x tokens of a prompt / of its answer", HEADER, rows)
     print("\nfirst: until the first token; gap: between two arrivals of tokens; longest: gap of a request (medians and")
     print("99th percentiles). CPU: of the server, in percent of a core; client: of the busiest process of clients")
     print(f"\nprocesses of the server, and their threads, that use at least {LEAST_CPU}% of a core:")
     for load in loads:
-        for engine, by_load in results.items():
-            print(f"  {load} {engine}: {'; '.join(busy(by_load[load])) or '-'}")
+        for engine, found in results.items():
+            if load in found:
+                print(f"  {load} {engine}: {'; '.join(busy(found[load])) or '-'}")
 
 
 def row(load: str, engine: str, result: LoadResult) -> list[str]:
