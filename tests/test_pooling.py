@@ -5,6 +5,7 @@ import base64
 import json
 import re
 import shutil
+import threading
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -616,6 +617,21 @@ def test_arguments(embedder):
     with pytest.raises(TypeError, match="normalize='yes': must be True or False"):
         embedder.embed("x", normalize="yes")
     assert embedder.embed([]) == [] and embedder.stats()["requests"]["waiting"] == 0
+
+
+@pytest.mark.parametrize("swap_space", [0, 0.01])
+def test_a_prompt_as_long_as_the_cache(make_llm, swap_space):
+    """It needs no block for a next token, and those behind it get their turn."""
+    llm = make_llm("tiny-qwen3", task="embed", num_kvcache_blocks=4, kvcache_block_size=16, swap_space=swap_space)
+    assert llm.input_processor.max_prompt_tokens == 64
+    outputs = []
+    prompts = [[5 + i] * (64 - i % 2) for i in range(3)] * 2
+    caller = threading.Thread(target=lambda: outputs.extend(llm.embed(prompts, use_tqdm=False)), daemon=True)
+    caller.start()
+    caller.join(30)
+    assert len(outputs) == 6
+    assert_vectors(outputs[3:], [output.data for output in outputs[:3]])
+    assert (llm.stats().get("tiers", {}).get("loaded_blocks", 0) > 0) == (swap_space > 0)
 
 
 def test_abort(embedder):
