@@ -314,6 +314,27 @@ def test_no_request_is_too_long_for_the_smallest_cache(asynchronous, settings):
     assert engine.manager.can_allocate(Sequence(prompt(MAX_LEN, first=5000), max_len=MAX_LEN))
 
 
+def test_statistics_while_sequences_end():
+    """Of window tables, as another thread reads them: a sequence may end at any moment."""
+    engine = SimulatedEngine(window=6)
+    for i in range(3):
+        engine.add(prompt(9, first=100 * i), max_tokens=9)
+    engine.step()
+
+    class EndingMeanwhile(dict):
+        def items(self):
+            pairs = [*super().items()]
+            engine.abort(len(self) - 1)
+            return pairs
+
+        def __iter__(self):
+            return iter([key for key, _ in self.items()])
+
+    engine.manager._num_freed = EndingMeanwhile(engine.manager._num_freed)
+    for num_left in (2, 1, 0):
+        assert stats_of(engine.scheduler)["block_groups"] and len(engine.scheduler.running) == num_left
+
+
 def test_last_admitted_is_preempted_first_and_queued_first():
     """Preempted sequences are queued before those that never ran, in the order of their arrival."""
     engine = SimulatedEngine(num_blocks=7, max_num_seqs=3)

@@ -51,7 +51,8 @@ class WindowBlockManager(BlockManager):
 
     def groups(self) -> list[dict]:
         num_used = len(self.blocks) - len(self.free_block_ids)
-        held = {block_id for seq in [*self._num_freed] for column in self._held(seq) for block_id in column}
+        freed = [*self._num_freed.items()]  # a copy, because the engine's thread may run a step meanwhile
+        held = {block_id for seq, n in freed for column in seq.window_columns[n:] for block_id in column}
         return [
             {"window": None, "used": num_used - len(held)},
             {"window": self.window, "tables": self.num_tables, "used": len(held)},
