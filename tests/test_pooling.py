@@ -24,7 +24,7 @@ from nanovllm.engine.outputs import OutputKind
 from nanovllm.pooling.pooling_params import PoolingParams
 from nanovllm.pooling.pooling_prompts import RERANKER_INSTRUCTION, RERANKER_TEMPLATE
 from nanovllm.pooling.pooling_request import pooling_request
-from nanovllm.serve import AsyncLLM
+from nanovllm.serve import AsyncLLM, QueueFullError
 from nanovllm.serve.frames import View
 from nanovllm.serve.trace import trace
 
@@ -727,6 +727,27 @@ def test_async(tmp_path):
                 await llm.score("x", ["y"])
             with pytest.raises(ValueError, match="this engine computes embeddings"):
                 await llm.submit("x")
+            assert llm.num_unfinished == 0
+
+    asyncio.run(main())
+
+
+def test_more_texts_than_the_queue_holds(tmp_path):
+    """They wait for each other. Only what other callers hold is an error, and only for a call that holds nothing."""
+    model, texts = reference("Qwen3", "Model"), [[5 + i, 6] for i in range(30)]
+    expected = [expected_embedding(model, x, "last") for x in texts]
+    sizes = dict(max_num_seqs=2, max_queued_requests=2)
+
+    async def main():
+        async with AsyncLLM(save(tmp_path, model, pooled(LAST, "Normalize")), device="cpu", **SMALL | sizes) as llm:
+            assert_vectors(await llm.embed(texts), expected)
+            held = [await llm.submit([5] * 300, PoolingParams()) for _ in range(3)]
+            assert_vectors(await llm.embed(texts), expected)
+            held += [await llm.submit([5] * 300, PoolingParams()) for _ in range(4 - llm.num_unfinished)]
+            with pytest.raises(QueueFullError, match="4 answers of at most 4"):
+                await llm.embed(texts)
+            for request in held:
+                llm.discard(request)
             assert llm.num_unfinished == 0
 
     asyncio.run(main())
