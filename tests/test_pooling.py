@@ -1014,6 +1014,35 @@ def test_new_weights(make_llm, tmp_path):
     assert_vectors(llm.embed([[5, 6]], use_tqdm=False), [expected_embedding(other, [5, 6], "last")])
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_new_weights_in_a_pause(make_llm, tmp_path, async_scheduling):
+    """A prompt whose last step has begun is computed once, as tokens in flight are; all others get the new weights."""
+    old, new = reference("Qwen3", "Model"), reference("Qwen3", "ForCausalLM")
+    schedule = dict(max_num_batched_tokens=20, async_scheduling=async_scheduling)
+    llm = make_llm(save(tmp_path, old, pooled(LAST, "Normalize")), **SMALL | schedule)
+    paused, steps, outputs = threading.Event(), [], []
+
+    def on_step(step, result):
+        steps.append(len(step.sampled_seqs))
+        if len(steps) == 1:
+            llm.pause("keep")
+            paused.set()
+
+    llm.core.on_step.append(on_step)
+    texts = [[5 + i] * (9 + 5 * (i == 4)) for i in range(9)]
+    caller = threading.Thread(target=lambda: outputs.extend(llm.embed(texts, use_tqdm=False)))
+    caller.start()
+    assert paused.wait(30)
+    llm.load_weights([*new.named_parameters(), ("lm_head.weight", new.lm_head.weight)])
+    assert llm.stats()["blocks"]["used"] == 0
+    llm.resume()
+    caller.join(30)
+    num_old = sum(steps[: 1 + async_scheduling])
+    models = [old] * num_old + [new] * (len(texts) - num_old)
+    assert_vectors(outputs, [expected_embedding(model, x, "last") for model, x in zip(models, texts)])
+    assert sum(steps) == len(texts) and num_old == 2 + 2 * async_scheduling
+
+
 # -- CUDA --------------------------------------------------------------------------------------------------------------
 
 
