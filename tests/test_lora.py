@@ -692,6 +692,20 @@ def test_a_sequence_overtakes_once():
     assert scheduler.admitted == [0, 2, 3]  # two sequences have overtaken b, as many as may
 
 
+def test_aborted_sequences_have_not_overtaken():
+    a, b = make_adapters(2)
+    scheduler = FakeScheduler(num_slots=1, max_num_seqs=2)
+    scheduler.add(0, a)
+    scheduler.admit()
+    for number, adapter in enumerate([b, a, a, a], 1):
+        scheduler.add(number, adapter)
+    assert scheduler.waiting.first().request_id == 2
+    for seq in [*scheduler.waiting][1:3]:
+        scheduler.waiting.discard(seq)
+    scheduler.admit()
+    assert scheduler.admitted == [0, 4]
+
+
 def test_random_load(make_llm, model, tmp_path):
     """Many adapters share few slots, and all requests end with the right answers. Some are aborted."""
     reference, rng = shared_reference(model), random.Random(0)

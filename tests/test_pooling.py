@@ -5,6 +5,7 @@ import base64
 import json
 import re
 import shutil
+import threading
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -23,7 +24,7 @@ from nanovllm.engine.outputs import OutputKind
 from nanovllm.pooling.pooling_params import PoolingParams
 from nanovllm.pooling.pooling_prompts import RERANKER_INSTRUCTION, RERANKER_TEMPLATE
 from nanovllm.pooling.pooling_request import pooling_request
-from nanovllm.serve import AsyncLLM
+from nanovllm.serve import AsyncLLM, QueueFullError
 from nanovllm.serve.frames import View
 from nanovllm.serve.trace import trace
 
@@ -618,6 +619,21 @@ def test_arguments(embedder):
     assert embedder.embed([]) == [] and embedder.stats()["requests"]["waiting"] == 0
 
 
+@pytest.mark.parametrize("swap_space", [0, 0.01])
+def test_a_prompt_as_long_as_the_cache(make_llm, swap_space):
+    """It needs no block for a next token, and those behind it get their turn."""
+    llm = make_llm("tiny-qwen3", task="embed", num_kvcache_blocks=4, kvcache_block_size=16, swap_space=swap_space)
+    assert llm.input_processor.max_prompt_tokens == 64
+    outputs = []
+    prompts = [[5 + i] * (64 - i % 2) for i in range(3)] * 2
+    caller = threading.Thread(target=lambda: outputs.extend(llm.embed(prompts, use_tqdm=False)), daemon=True)
+    caller.start()
+    caller.join(30)
+    assert len(outputs) == 6
+    assert_vectors(outputs[3:], [output.data for output in outputs[:3]])
+    assert (llm.stats().get("tiers", {}).get("loaded_blocks", 0) > 0) == (swap_space > 0)
+
+
 def test_abort(embedder):
     """A caller that leaves takes its requests along."""
     interrupted = []
@@ -711,6 +727,27 @@ def test_async(tmp_path):
                 await llm.score("x", ["y"])
             with pytest.raises(ValueError, match="this engine computes embeddings"):
                 await llm.submit("x")
+            assert llm.num_unfinished == 0
+
+    asyncio.run(main())
+
+
+def test_more_texts_than_the_queue_holds(tmp_path):
+    """They wait for each other. Only what other callers hold is an error, and only for a call that holds nothing."""
+    model, texts = reference("Qwen3", "Model"), [[5 + i, 6] for i in range(30)]
+    expected = [expected_embedding(model, x, "last") for x in texts]
+    sizes = dict(max_num_seqs=2, max_queued_requests=2)
+
+    async def main():
+        async with AsyncLLM(save(tmp_path, model, pooled(LAST, "Normalize")), device="cpu", **SMALL | sizes) as llm:
+            assert_vectors(await llm.embed(texts), expected)
+            held = [await llm.submit([5] * 300, PoolingParams()) for _ in range(3)]
+            assert_vectors(await llm.embed(texts), expected)
+            held += [await llm.submit([5] * 300, PoolingParams()) for _ in range(4 - llm.num_unfinished)]
+            with pytest.raises(QueueFullError, match="4 answers of at most 4"):
+                await llm.embed(texts)
+            for request in held:
+                llm.discard(request)
             assert llm.num_unfinished == 0
 
     asyncio.run(main())
@@ -975,6 +1012,35 @@ def test_new_weights(make_llm, tmp_path):
     other = reference("Qwen3", "ForCausalLM")
     llm.load_weights([*other.named_parameters(), ("lm_head.weight", other.lm_head.weight)])
     assert_vectors(llm.embed([[5, 6]], use_tqdm=False), [expected_embedding(other, [5, 6], "last")])
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_new_weights_in_a_pause(make_llm, tmp_path, async_scheduling):
+    """A prompt whose last step has begun is computed once, as tokens in flight are; all others get the new weights."""
+    old, new = reference("Qwen3", "Model"), reference("Qwen3", "ForCausalLM")
+    schedule = dict(max_num_batched_tokens=20, async_scheduling=async_scheduling)
+    llm = make_llm(save(tmp_path, old, pooled(LAST, "Normalize")), **SMALL | schedule)
+    paused, steps, outputs = threading.Event(), [], []
+
+    def on_step(step, result):
+        steps.append(len(step.sampled_seqs))
+        if len(steps) == 1:
+            llm.pause("keep")
+            paused.set()
+
+    llm.core.on_step.append(on_step)
+    texts = [[5 + i] * (9 + 5 * (i == 4)) for i in range(9)]
+    caller = threading.Thread(target=lambda: outputs.extend(llm.embed(texts, use_tqdm=False)))
+    caller.start()
+    assert paused.wait(30)
+    llm.load_weights([*new.named_parameters(), ("lm_head.weight", new.lm_head.weight)])
+    assert llm.stats()["blocks"]["used"] == 0
+    llm.resume()
+    caller.join(30)
+    num_old = sum(steps[: 1 + async_scheduling])
+    models = [old] * num_old + [new] * (len(texts) - num_old)
+    assert_vectors(outputs, [expected_embedding(model, x, "last") for model, x in zip(models, texts)])
+    assert sum(steps) == len(texts) and num_old == 2 + 2 * async_scheduling
 
 
 # -- CUDA --------------------------------------------------------------------------------------------------------------

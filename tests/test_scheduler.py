@@ -24,7 +24,7 @@ from simulation import (
 
 from nanovllm.engine.forks import fork, resume
 from nanovllm.engine.scheduling_policy import MAX_STEPS_WITHOUT_ADMISSION, MIN_SHARED_CHUNK, TokenBudget
-from nanovllm.engine.sequence import SequenceStatus
+from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.stats import stats_of
 
 WITH_DRAFTS = [(False, True, 4), (True, False, 5), (True, True, 6)]
@@ -298,6 +298,41 @@ def test_admission_leaves_blocks_in_reserve(num_blocks, is_admitted):
     assert len(engine.step().rows) == 1 + is_admitted
     assert not engine.step().chunks
     assert engine.scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize("settings", [{}, dict(keeps_states=True), dict(window=6), dict(window=100)])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_no_request_is_too_long_for_the_smallest_cache(asynchronous, settings):
+    """A prompt that leaves room for one token runs, with several answers. One without answers may be a token longer."""
+    sizes = dict(num_blocks=MAX_LEN // 16, block_size=16, max_num_seqs=3, max_num_batched_tokens=20)
+    engine = SimulatedEngine(asynchronous=asynchronous, **sizes, **settings)
+    groups = [engine.make_group(prompt(MAX_LEN - n, 100 * n), n=n, ignore_eos=True) for n in (1, 3, 2, 1, 4, 20)]
+    for group in groups:
+        engine.queue(group)
+    engine.run()
+    assert {seq.num_tokens for group in groups for seq in group} == {MAX_LEN}
+    assert engine.manager.can_allocate(Sequence(prompt(MAX_LEN, first=5000), max_len=MAX_LEN))
+
+
+def test_statistics_while_sequences_end():
+    """Of window tables, as another thread reads them: a sequence may end at any moment."""
+    engine = SimulatedEngine(window=6)
+    for i in range(3):
+        engine.add(prompt(9, first=100 * i), max_tokens=9)
+    engine.step()
+
+    class EndingMeanwhile(dict):
+        def items(self):
+            pairs = [*super().items()]
+            engine.abort(len(self) - 1)
+            return pairs
+
+        def __iter__(self):
+            return iter([key for key, _ in self.items()])
+
+    engine.manager._num_freed = EndingMeanwhile(engine.manager._num_freed)
+    for num_left in (2, 1, 0):
+        assert stats_of(engine.scheduler)["block_groups"] and len(engine.scheduler.running) == num_left
 
 
 def test_last_admitted_is_preempted_first_and_queued_first():

@@ -81,9 +81,10 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def can_allocate(self, seq: Sequence, num_spare: int = 0) -> bool:
-        """Return whether `num_spare` blocks would stay free if `seq` and its next token got blocks."""
+        """Return whether `num_spare` blocks would stay free if `seq` and its next token, if any, got blocks."""
         num_shared = sum(self.blocks[block_id].ref_count > 0 for block_id in self._cached_prefix(seq))
-        return self.num_blocks_for(seq.num_tokens + 1) - num_shared + num_spare <= len(self.free_block_ids)
+        num_blocks = self.num_blocks_for(min(seq.num_tokens + 1, seq.max_num_tokens))
+        return num_blocks - num_shared + num_spare <= len(self.free_block_ids)
 
     def allocate(self, seq: Sequence) -> None:
         """Allocate blocks for all tokens of `seq`. Tokens in the prefix cache are treated as computed."""

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def stats_of(scheduler: Scheduler) -> dict:
-    """Return the dict of `LLMEngine.stats`. The caller must make sure that no step runs."""
+    """Return the dict of `LLMEngine.stats`. If a step runs meanwhile, the counts may be of different moments."""
     totals, blocks = scheduler.totals, scheduler.block_manager
     num_free = len(blocks.free_block_ids)
     num_cached, groups = blocks.num_cached, blocks.groups()

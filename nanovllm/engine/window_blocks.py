@@ -51,7 +51,8 @@ class WindowBlockManager(BlockManager):
 
     def groups(self) -> list[dict]:
         num_used = len(self.blocks) - len(self.free_block_ids)
-        held = {block_id for seq in [*self._num_freed] for column in self._held(seq) for block_id in column}
+        freed = [*self._num_freed.items()]  # a copy, because the engine's thread may run a step meanwhile
+        held = {block_id for seq, n in freed for column in seq.window_columns[n:] for block_id in column}
         return [
             {"window": None, "used": num_used - len(held)},
             {"window": self.window, "tables": self.num_tables, "used": len(held)},
@@ -60,7 +61,7 @@ class WindowBlockManager(BlockManager):
     def can_allocate(self, seq: Sequence, num_spare: int = 0) -> bool:
         """Return whether `seq` fits. Window tables need space for only a small chunk of the prompt at a time."""
         cached_ids = self._cached_prefix(seq)
-        num_hit, num_blocks = len(cached_ids), self.num_blocks_for(seq.num_tokens + 1)
+        num_hit, num_blocks = len(cached_ids), self.num_blocks_for(min(seq.num_tokens + 1, seq.max_num_tokens))
         hit = self._hit_columns(seq, num_hit)
         num_shared = sum(self.blocks[block_id].ref_count > 0 for block_id in cached_ids)
         num_unused = sum(self.blocks[column[0]].ref_count == 0 for column in hit)

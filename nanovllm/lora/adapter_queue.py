@@ -56,7 +56,8 @@ class AdapterQueue(WaitingQueue):
     """A waiting queue whose `first` skips sequences that can't get a slot for their adapter.
 
     A slot is in use while a sequence with its adapter runs. While a sequence waits for a slot, later sequences may
-    overtake it. At most `max_num_seqs` of these later sequences may use adapters, so a slot eventually becomes free.
+    overtake it. At most `max_num_seqs` of these later sequences may use adapters, so a slot eventually becomes free. A
+    sequence counts if it runs when `first` is called again. If it has ended by then, its slot is free.
     """
 
     def __init__(self, scheduler: "Scheduler", slots: AdapterSlots):
@@ -64,7 +65,7 @@ class AdapterQueue(WaitingQueue):
         self._scheduler, self._slots = scheduler, slots
         self._by_adapter: dict[Adapter | None, WaitingQueue] = {}
         self._blocked: Sequence | None = None  # the first sequence that can't get a slot
-        self._overtaking: set[tuple[int, int]] = set()  # by key, because a sequence may leave the queue several times
+        self._overtaking: set[tuple[int, int]] = set()  # by key: a preempted sequence may overtake again
 
     def push(self, seq: Sequence) -> None:
         super().push(seq)
@@ -76,8 +77,6 @@ class AdapterQueue(WaitingQueue):
             queue.discard(seq)
             if not queue:
                 del self._by_adapter[adapter]
-        if adapter is not None and self._blocked is not None and seq.order > self._blocked.order:
-            self._overtaking.add(seq.key)
 
     def first(self) -> Sequence | None:
         """Return the first sequence that can run. The sequence's adapter is stored on the devices."""
@@ -94,7 +93,13 @@ class AdapterQueue(WaitingQueue):
                 blocked = seq
                 if blocked is not self._blocked:
                     self._blocked, self._overtaking = blocked, set()
+                later = (other for other in self._holding() if other.order > blocked.order)
+                self._overtaking.update(other.key for other in later if adapter_of(other) is not None)
         return None
 
     def _in_use(self) -> set[Adapter | None]:
-        return {adapter_of(seq) for seq in (*self._scheduler.running.values(), *self._scheduler.prefilling.values())}
+        return {adapter_of(seq) for seq in self._holding()}
+
+    def _holding(self) -> list[Sequence]:
+        """Return the sequences that run. The slots of their adapters are in use."""
+        return [*self._scheduler.running.values(), *self._scheduler.prefilling.values()]

@@ -37,7 +37,8 @@ class PoolingScheduler(Scheduler):
     """A scheduler that ends a sequence when its vector has arrived. No step decodes.
 
     The device runs steps in order, so the blocks of a prompt are free as soon as the prompt's last step is scheduled. A
-    full step of short prompts can therefore be launched before the previous step's vectors have arrived.
+    full step of short prompts can therefore be launched before the previous step's vectors have arrived. A sequence
+    whose last step is scheduled is never computed again, even if it is preempted by a pause.
     """
 
     def __init__(self, config: "Config", *arguments: Any):
@@ -45,10 +46,20 @@ class PoolingScheduler(Scheduler):
         self.task = config.task
 
     def schedule(self, prompts_first: bool = False) -> ScheduledStep | None:
-        for seq in [*self.running.values()]:  # the previous step completes these prompts
-            self.release(seq)
-            seq.status = SequenceStatus.WAITING
+        for seq in [*self.running.values()]:
+            self._free(seq)
         return super().schedule(prompts_first=True)
+
+    def preempt(self, seq: Sequence) -> None:
+        if seq.key in self.running:
+            self._free(seq)
+        else:
+            super().preempt(seq)
+
+    def _free(self, seq: Sequence) -> None:
+        """Free the blocks of a sequence whose last step is scheduled. The sequence only waits for its vector."""
+        self.release(seq)
+        seq.status = SequenceStatus.WAITING
 
     def start_decoding(self, seq: Sequence, step: ScheduledStep) -> None:
         self.prefilling.pop(seq.key, None)

@@ -17,7 +17,7 @@ def pause(llm: "LLMEngine", mode: str = "abort") -> None:
     If `mode` is "abort", running requests end with the tokens generated so far, as after `LLM.abort`. If `mode` is
     "keep", running requests release their cache blocks and wait until `resume` is called. The callers wait as well.
     After `resume`, the engine recomputes the tokens of these requests with the current weights, and continues to
-    generate. Raises ValueError for any other mode.
+    generate. Tokens and vectors of a step in flight are kept. Raises ValueError for any other mode.
     """
     check_choice("mode", mode, ("abort", "keep"))
     core = llm.core

@@ -77,12 +77,16 @@ def _cut(prompts: list[Prompt], num_kept: int | None) -> list[Any]:
 
 
 async def pool(llm: "EngineClient", prompts: Iterable[Any], params: PoolingParams, **options: Any) -> list:
-    """Submit a request for each prompt, at most WINDOW at a time. Outputs are in the order of the prompts."""
+    """Submit a request for each prompt. Return the outputs in the order of the prompts.
+
+    At most WINDOW requests run or wait at a time, and fewer if the queue is full. Raises QueueFullError if the requests
+    of other callers fill the queue.
+    """
     running: deque[Any] = deque()
     outputs = []
     try:
         for prompt in prompts:
-            if len(running) == WINDOW:
+            while running and (len(running) == WINDOW or llm.num_unfinished >= llm.max_live):
                 outputs.append(await running[0].result())
                 running.popleft()
             running.append(await llm.submit(prompt, params, **options))

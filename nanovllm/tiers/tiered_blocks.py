@@ -168,7 +168,7 @@ class TieredBlockManager(BlockManager):
         num_blocks = sum(block_hash >= 0 for block_hash, _ in prefix)
         self._loaded = {other: n for other, n in self._loaded.items() if not other.is_finished}  # drop aborted requests
         self._loaded[seq] = (num_blocks - len(self._cached_prefix(seq))) * self.block_size
-        num_more = max(0, self.num_blocks_for(seq.num_tokens + 1) - num_blocks)
+        num_more = max(0, self.num_blocks_for(min(seq.num_tokens + 1, seq.max_num_tokens)) - num_blocks)
         load = self._load([i for ids in on_device for i in ids or ()], missing, self._num_reserved(num_more))
         for i in in_copies:
             self.free_block_ids[i] = None
