@@ -72,7 +72,7 @@ HOUSE = """
   <- engine/scheduler.py engine/awaiting.py engine/forks.py spec_decode/drafting_scheduler.py
   pooling/pooling_scheduler.py tiers/connector.py vision/image_budget.py
   <- engine/stats.py tiers/tiered_blocks.py vision/image_blocks.py
-1 | engine/outputs.py <- requests/stream_event.py pooling/pooling_outputs.py
+1 | engine/outputs.py <- engine/collector.py requests/stream_event.py pooling/pooling_outputs.py
 1 | kernels/ moe/kernels/ delta_net/kernels/ quantization/kernels/ invariant/kernels/ distributed/kernels/
   lora/kernels/
 2 | cache/ quantization/fp8_cache.py <- attention/base.py attention/sdpa.py <- layers/ <- attention/ moe/experts.py
@@ -103,7 +103,7 @@ HOUSE = """
   requests/sentencepiece.py requests/recommended_params.py features/stop_strings.py <- requests/request.py
   requests/content_parts.py <- vision/image_urls.py vision/image_parts.py <- vision/image_reader.py
   <- requests/chat_templates.py <- requests/prompts.py <- vision/image_prompts.py requests/truncation.py
-  requests/streamed_request.py <- requests/input_processor.py engine/output_processor.py
+  requests/streamed_request.py <- requests/read_prompts.py <- requests/input_processor.py engine/output_processor.py
   lora/adapters.py <- engine/engine.py features/beam_search.py pooling/pooling_prompts.py pooling/pooling_request.py
   pooling/calls.py tiers/shared_rows.py tiers/block_files.py <- tiers/host_blocks.py
   <- lora/adapter_messages.py tiers/host_tier.py vision/image_messages.py <- tiers/disk_tier.py

@@ -5,6 +5,7 @@ import math
 import reprlib
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from common import TINY
@@ -464,6 +465,7 @@ CALLS = [
             ({"prompt": "cat " * 400}, "maximum context length is 256 tokens"),
             ({"prompt": [1, -1]}, f"id -1 {OUT}", "2047"),
             ({"prompt": [1, 2048, 1]}, f"id 2048 {OUT}", "2047"),
+            ({"prompt": [1, 2**31]}, f"id 2147483648 {OUT}"),
             ({"prompt": [10**30]}, OUT),
             ({"prompt": {"prompt_token_ids": [2048]}}, f"id 2048 {OUT}", "2047"),
             ({"prompt": "half a \ud83d pair"}, "character 7 is a lone surrogate"),
@@ -473,6 +475,7 @@ CALLS = [
             call,
             TypeError,
             *(({"prompt": prompt}, NO_PROMPT) for prompt in ([1, 2.0], ["1"], [None], [[1, 2]], True, 1.5, None)),
+            *(({"prompt": prompt}, NO_PROMPT) for prompt in ([1, True], [1, np.float32(2)], [1, torch.tensor(2)])),
             *(({"prompt": prompt}, NO_DICT) for prompt in ({}, {"prompt": 5}, {"prompt_token_ids": "text"})),
             ({"prompt": {"prompt": "a", "negative_prompt": "b"}}, NO_DICT),
         ),

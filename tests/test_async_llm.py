@@ -323,7 +323,7 @@ def test_exit_ends_the_process_that_compiles_grammars(make_async_llm):
     llm = make_async_llm()
     params = SamplingParams(structured_outputs={"choice": ["yes"]})
     assert asyncio.run(last_output(llm, "x", params)).text == "yes"
-    (child,) = llm.engine.input_processor.grammars._sandbox._processes
+    (child,) = llm.engine.input_processor.helpers["grammars"]._sandbox._processes
     assert child.poll() is None
     llm.exit()
     assert child.returncode is not None

@@ -14,8 +14,9 @@ import pytest
 from scaling import assert_grows_less
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.engine.collector import OutputCollector, StepOutput
 from nanovllm.engine.engine_thread import EngineThread
-from nanovllm.engine.outputs import OutputCollector, OutputKind, StepOutput
+from nanovllm.engine.outputs import OutputKind
 from nanovllm.requests.request import CompletionRequest
 from nanovllm.requests.streams import MAX_STEPS_AHEAD
 

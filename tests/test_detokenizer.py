@@ -10,8 +10,9 @@ from simulation import SimulatedEngine
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from nanovllm.engine.collector import OutputCollector, StepOutput
 from nanovllm.engine.output_processor import OutputProcessor
-from nanovllm.engine.outputs import OutputCollector, OutputKind, StepOutput
+from nanovllm.engine.outputs import OutputKind
 from nanovllm.engine.scheduled_step import StepResult
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.stop_strings import StoppingDetokenizer, StopStrings

@@ -885,7 +885,7 @@ def test_adapters_in_host_memory(make_llm, model, found):
     """They leave when nobody uses them, and a file that has changed needs a new number."""
     llm, (prompt, params) = make_llm(model, **LORA | {"max_loras": 1}), requests()[0]
     answer = lambda request: llm.generate([prompt], params, False, lora_request=request)[0].token_ids
-    registry, adapter = llm.input_processor.adapters, found[0]
+    registry, adapter = llm.input_processor.helpers["adapters"], found[0]
     first = answer(adapter.request)
     llm.add_lora(found[1].request)
     answer(found[2].request)

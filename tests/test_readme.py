@@ -27,6 +27,7 @@ from nanovllm.config import Config
 from nanovllm.engine.engine import Engine
 from nanovllm.layers.attention import Attention, AttentionSpec
 from nanovllm.serve import cli
+from nanovllm.utils.context import get_context
 
 ROOT = Path(__file__).parents[1]
 PATHS = [ROOT / "README.md", ROOT / ".github/CONTRIBUTING.md", ROOT / "tests/README.md"]
@@ -272,7 +273,7 @@ def test_guide_table_names_what_exists():
     rest = section(page("names"), "What works differently")
     codes = [code for text in (*(here for _, here in rows), rest) for code in re.findall(r"`([^`]+)`", text)]
     names = {name for code in codes for name in re.findall(r"[A-Za-z_]\w+", code)}
-    assert len(rows) + rest.count("\n- ") <= 40
+    assert len(rows) + rest.count("\n- ") <= 44
     assert len(names) > 30 and names - WORDS - {"generation_config", "json"} == set()
 
 
@@ -338,6 +339,50 @@ def test_stage_of_a_request_names_what_exists(stage):
 
 def test_there_are_eight_stages():
     assert len(STAGES) == 8
+
+
+def test_first_step_in_numbers():
+    """The page's call makes the tokens, tensors and texts that stand there: in its first two steps, and at its end."""
+    numbers = section(page("how-a-request-is-served"), "The first step in numbers").replace("`", "")
+    found, ends = [], []
+
+    def watch(owner, name, describe):
+        call = getattr(owner, name)
+
+        def watched(*arguments):
+            result = call(*arguments)
+            found.extend(describe(result))
+            return result
+
+        setattr(owner, name, watched)
+
+    def inputs(result):
+        context = get_context()
+        yield from (f"{name} {x.tolist()}" for name, x in zip(("input_ids", "positions"), result))
+        yield from (f"{name} {getattr(context, name).tolist()}" for name in ("slot_mapping", "context_lens"))
+        if context.is_prefill:
+            yield f"block_tables {context.block_tables.tolist()}"
+
+    def shape(name, x):
+        return f"{name} {tuple(x.shape)}"
+
+    def tokens(step, result):
+        found.append(" and ".join(str(seq.token_ids) for seq in step.sampled_seqs))
+        ends.append(len(found))
+
+    with LLM("tiny-qwen3", device="cpu") as llm:
+        runner = llm.core.model_runner
+        watch(runner, "prepare_prefill", inputs)
+        watch(runner, "prepare_decode", inputs)
+        watch(runner, "run_model", lambda x: [shape("hidden states", x)])
+        watch(runner, "sampler_input", lambda x: [shape("hidden states", x[0]), f"positions {x.positions.tolist()}"])
+        watch(runner.model, "compute_logits", lambda x: [shape("logits", x)])
+        watch(runner, "sample", lambda x: [f"token_ids {x.tolist()}"])
+        llm.core.on_step.append(tokens)
+        outputs = llm.generate([[5, 6, 7], [8, 9]], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+    expected = [*found[: ends[0]], *found[ends[0] : ends[0] + 4], found[-1]]
+    expected.append(" and ".join(repr(output.text) for output in outputs))
+    assert len(ends) == 3 and len(expected) == 17 and [part for part in expected if part not in numbers] == []
 
 
 def test_messages_of_errors_are_those_of_the_code():

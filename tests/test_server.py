@@ -1108,7 +1108,7 @@ def test_slow_masks_of_one_client_do_not_delay_another(monkeypatch):
         post = lambda **fields: httpx.post(url, json=body | fields, timeout=20).json()["choices"]
         try:
             assert post(guided_regex="slow")[0]["text"] == "slow"  # nothing is slow so far
-            slow.update(server.llm.engine.input_processor.grammars._grammars.values())
+            slow.update(server.llm.engine.input_processor.helpers["grammars"]._grammars.values())
             held = server.llm.engine.scheduler.held
             many = pool.submit(post, n=40, guided_regex="slow")
             with httpx.stream("POST", url, json=body | {"n": 40, "guided_regex": "slow", "stream": True}, timeout=20):

@@ -17,9 +17,9 @@ from nanovllm import SamplingParams
 from nanovllm.cuda.arena import Arena
 from nanovllm.cuda.runner import CUDAModelRunner
 from nanovllm.engine import runners
+from nanovllm.engine.collector import OutputCollector
 from nanovllm.engine.engine import UnavailableError
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.outputs import OutputCollector
 from nanovllm.rollout import host_tensors as host_memory
 from nanovllm.rollout import weights_of
 from nanovllm.utils import cuda_driver

@@ -956,7 +956,7 @@ def new_request(llm: LLM, own: SamplingParams):
 
 
 def grammar_of(llm: LLM, own: SamplingParams) -> compiled_grammar.Grammar:
-    return llm.input_processor.grammars.grammar(own.structured_outputs)
+    return llm.input_processor.helpers["grammars"].grammar(own.structured_outputs)
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
@@ -1454,7 +1454,7 @@ def test_exit_in_a_signal_handler(monkeypatch):
 def test_exit_ends_the_process(make_llm, monkeypatch):
     llm = make_llm()
     answer(llm, params("choice", ["a"]))
-    box, slow = llm.input_processor.grammars._sandbox, grammars._grammar_of("regex", "b" * 50)
+    box, slow = llm.input_processor.helpers["grammars"]._sandbox, grammars._grammar_of("regex", "b" * 50)
     (first,) = box._processes
     assert first.poll() is None
     # also while another thread waits for it, which is told why
@@ -1480,7 +1480,7 @@ def test_exit_ends_the_process(make_llm, monkeypatch):
     monkeypatch.undo()
     llm = make_llm()
     answer(llm, params("choice", ["a"]))
-    (child,) = llm.input_processor.grammars._sandbox._processes
+    (child,) = llm.input_processor.helpers["grammars"]._sandbox._processes
     llm.exit()
     assert child.returncode is not None and child.stdin.closed and child.stdout.closed
 

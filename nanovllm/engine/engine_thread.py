@@ -11,8 +11,8 @@ from time import sleep
 from typing import Any, TypeVar
 from weakref import ref
 
+from nanovllm.engine.collector import OutputCollector, StepOutput
 from nanovllm.engine.engine import CLOSED, Engine, UnavailableError
-from nanovllm.engine.outputs import OutputCollector, StepOutput
 from nanovllm.requests.request import Request
 
 T = TypeVar("T")
@@ -55,18 +55,8 @@ class EngineThread:
         self.engine.check_available()
         for request in requests:
             request.collector = collector
-        admitted: list[bool] = []  # whether the thread took the requests before there was a reason to refuse them
-
-        def add() -> None:
-            self._output_processor.add(requests)
-            admitted.append(not self.engine.unavailable)
-
-        self._post(add, collector)
-        self.check_open()  # checked again: if the engine is not closing now, the thread will see the command
-        # checked again: a thread that adds a reason from now on sees these requests
-        if (reasons := [*self.engine.unavailable.values()]) and not any(admitted):
-            self.discard([request.request_id for request in requests])
-            raise UnavailableError(reasons[0])
+        self._post(partial(self._add, requests), collector)
+        self._check_again(requests)
 
     def abort(self, request_id: int) -> None:
         """End a request before the next step. The request's collector gets all tokens so far."""
@@ -147,6 +137,15 @@ class EngineThread:
         while may_wait and self._thread.ident is not None and not self._has_ended:  # None: it was never started
             sleep(0.001)  # not `join`, because before Python 3.13 an interrupted `join` marks the thread as ended
 
+    def _check_again(self, requests: Collection[Request]) -> None:
+        """Refuse requests that were queued while another thread closed the engine or made it unavailable."""
+        self.check_open()  # if the engine is not closing now, the thread will see the command
+        # a thread that adds a reason from now on sees these requests
+        reasons = [*self.engine.unavailable.values()]
+        if reasons and not any(request.is_admitted for request in requests):
+            self.discard([request.request_id for request in requests])
+            raise UnavailableError(reasons[0])
+
     def _tell_watchers(self) -> None:
         """Report a failed rank to the watching collectors. If no collector watches, the next caller gets the error."""
         for watcher in self._watchers:
@@ -185,6 +184,12 @@ class EngineThread:
         for _ in range(len(self._commands)):
             self._commands[0][0]()  # no local variable, which would keep the command's requests alive
             self._commands.popleft()
+
+    def _add(self, requests: Collection[Request]) -> None:
+        self._output_processor.add(requests)
+        is_available = not self.engine.unavailable
+        for request in requests:
+            request.is_admitted = is_available
 
     def _steps_are_wanted(self) -> bool:
         wanted = any(collector.wants_steps for collector in [*self._output_processor.collectors])

@@ -12,9 +12,10 @@ from typing import Any
 from nanovllm import rollout
 from nanovllm.config import Config, takes_settings_of
 from nanovllm.engine.build import build_engine
+from nanovllm.engine.collector import OutputCollector, StepOutput
 from nanovllm.engine.engine_thread import EngineThread, Submission
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.outputs import OutputCollector, OutputKind, RequestOutput, StepOutput
+from nanovllm.engine.outputs import OutputKind, RequestOutput
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.stats import described, stats_of_engine
 from nanovllm.requests.input_processor import InputProcessor
@@ -62,7 +63,7 @@ class LLMEngine:
             try:
                 self.tokenizer = tokenizer.result()
                 self.input_processor = InputProcessor(self.config, self.tokenizer)
-                self.input_processor.adapters = self.core.adapters
+                self.input_processor.helpers["adapters"] = self.core.adapters
             except BaseException as error:
                 self.core.close_after(error)
                 raise
@@ -96,8 +97,9 @@ class LLMEngine:
         If a prompt is invalid, `generate` queues no prompt, and raises ValueError or TypeError, as `add_request` does.
         Ctrl-C drops the requests of this call. `use_tqdm` shows a progress bar on a terminal or in a notebook.
         """
-        requests = self.input_processor.requests(prompts, sampling_params, OutputKind.FINAL_ONLY, None, priority)
-        return self._run(self.input_processor.with_adapters(requests, lora_request), use_tqdm)
+        kind = OutputKind.FINAL_ONLY
+        requests = self.input_processor.requests(prompts, sampling_params, kind, None, priority, lora_request)
+        return self._run(requests, use_tqdm)
 
     def _run(self, requests: list[Any], use_tqdm: bool, desc: str = "Generating") -> list[Any]:
         """Submit requests, wait for them, and return their outputs in the same order."""
@@ -130,9 +132,8 @@ class LLMEngine:
         engine runs at most 32 steps ahead of the reader, unless other callers need more steps.
         """
         self.engine_thread.check_open()
-        kind = OutputKind.DELTA
-        requests = self.input_processor.requests(prompts, sampling_params, kind, chat_template_kwargs, priority)
-        return events_of(self.input_processor.with_adapters(requests, lora_request), self.engine_thread)
+        arguments = prompts, sampling_params, OutputKind.DELTA, chat_template_kwargs, priority, lora_request
+        return events_of(self.input_processor.requests(*arguments), self.engine_thread)
 
     def add_request(
         self,

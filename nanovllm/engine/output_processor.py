@@ -3,7 +3,8 @@
 from collections.abc import Collection
 
 from nanovllm.engine.awaiting import release
-from nanovllm.engine.outputs import OutputCollector, OutputKind
+from nanovllm.engine.collector import OutputCollector
+from nanovllm.engine.outputs import OutputKind
 from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -37,21 +38,16 @@ class OutputProcessor:
 
     def process(self, step: ScheduledStep, result: StepResult, changed: Collection[Sequence]) -> None:
         """Deliver a step's outputs to the callers. `changed` comes from `Scheduler.postprocess`."""
-        self._deliver(changed)
         num_prefilled = sum(step.chunk_lens)
         num_decoded = step.num_decodes if result.counts is None else sum(result.counts[: step.num_decodes])
-        for collector in [*self.collectors]:
-            self._hand_over(collector, num_prefilled, num_decoded)
+        self._deliver(changed, num_prefilled, num_decoded)
 
     def release_held(self) -> None:
-        if not self.scheduler.held:
-            return
-        self._deliver(release(self.scheduler))
-        for collector in [*self.collectors]:
-            self._hand_over(collector)
+        if self.scheduler.held:
+            self._deliver(release(self.scheduler))
 
-    def _deliver(self, seqs: Collection[Sequence]) -> None:
-        """Tell the requests of `seqs` about new tokens, pauses and ends of sequences."""
+    def _deliver(self, seqs: Collection[Sequence], num_prefill_tokens: int = 0, num_decode_tokens: int = 0) -> None:
+        """Tell the requests of `seqs` about new tokens, pauses and ends. Hand the outputs to all callers."""
         changed: dict[int, Request] = {}
         for seq in seqs:
             request = self.requests[seq.request_id]
@@ -63,6 +59,8 @@ class OutputProcessor:
             request.advance(self.scheduler)
             if request.is_finished:
                 self._finish(request)
+        for collector in [*self.collectors]:
+            self._hand_over(collector, num_prefill_tokens, num_decode_tokens)
 
     def abort(self, request_id: int) -> None:
         if (request := self.requests.get(request_id)) is not None:

@@ -26,8 +26,8 @@ def set_adapters(requests: Sequence["Request"], lora_request: Any, processor: "I
         if own is not None and not processor.config.enable_lora:
             raise ValueError(f"lora_request={own!r:.80}: needs enable_lora=True when the engine is started")
         request.lora_request = own
-        if processor.adapters is not None:  # otherwise another process has the model, and computes the request
-            adapter = None if own is None else processor.adapters.get(own)
+        if (known := processor.helpers.get("adapters")) is not None:  # otherwise another process has the model
+            adapter = None if own is None else known.get(own)
             for seq in request.group:
                 seq.feature_state["lora"] = adapter
                 seq.cache_salt ^= 0 if adapter is None else adapter.salt

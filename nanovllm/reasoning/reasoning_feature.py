@@ -36,7 +36,7 @@ def markers_of(name: str, processor: "InputProcessor") -> Markers | HarmonyMarke
     """Return the markers of the format `name`. `processor` caches them."""
     form = FORMATS[name]
     make = HarmonyMarkers if form is HARMONY else Markers
-    if form not in processor.reasoning_markers:
+    if form not in processor.helpers:
         with processor.tokenizer_lock:
-            processor.reasoning_markers[form] = make(form, processor.tokenizer, processor.all_token_bytes)
-    return processor.reasoning_markers[form]
+            processor.helpers[form] = make(form, processor.tokenizer, processor.all_token_bytes)
+    return processor.helpers[form]

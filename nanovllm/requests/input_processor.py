@@ -5,10 +5,9 @@ import secrets
 import struct
 import threading
 from collections.abc import Mapping
-from functools import cached_property
+from contextlib import ExitStack
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from nanovllm.config import Config
@@ -16,10 +15,11 @@ from nanovllm.engine.features import FEATURES
 from nanovllm.engine.outputs import OutputKind
 from nanovllm.engine.policies import make_policy
 from nanovllm.engine.scheduling_policy import FCFS, SchedulingPolicy
-from nanovllm.engine.sequence import Sequence, packed_ids
+from nanovllm.engine.sequence import Sequence
 from nanovllm.pooling.task import check_task
 from nanovllm.requests.detokenizer import TokenBytes
-from nanovllm.requests.prompts import as_priorities, as_prompts, read_images, read_prompt
+from nanovllm.requests.prompts import as_priorities, as_prompts
+from nanovllm.requests.read_prompts import read_images, read_prompt
 from nanovllm.requests.recommended_params import recommended_params
 from nanovllm.requests.request import Adapters, CompletionRequest, Prompt
 from nanovllm.requests.streamed_request import StreamedRequest
@@ -36,9 +36,8 @@ class InputProcessor:
     def __init__(self, config: Config, tokenizer, first_request_id: int = 0):
         assert config.max_model_len is not None, "it is resolved on construction"
         self.config, self.tokenizer, self.max_model_len = config, tokenizer, (n := config.max_model_len)
-        generates = config.task == "generate"
-        self.max_prompt_tokens = n - generates  # an answer has at least one token
-        bound = "fewer than" if generates else "at most"
+        # a generated answer has at least one token
+        self.max_prompt_tokens, bound = (n - 1, "fewer than") if config.task == "generate" else (n, "at most")
         self.length_bound = f"{bound} max_model_len (this model's maximum context length is {n} tokens)"
         self.policy: SchedulingPolicy = FCFS()
         if config.scheduling_policy != "fcfs":
@@ -47,9 +46,8 @@ class InputProcessor:
         self.token_bytes = TokenBytes(tokenizer, skip_special_tokens=True)
         self.all_token_bytes = TokenBytes(tokenizer, skip_special_tokens=False)  # also for log-probabilities
         self.tokenizer_lock = threading.RLock()  # because the tokenizer is not thread-safe
-        self.grammars: Any = None  # made for the first request with `structured_outputs`
-        self.adapters: Any = None  # with `enable_lora`, an AdapterRegistry in the process with the model
-        self.reasoning_markers: dict[Any, Any] = {}  # by format, for requests with a `reasoning_parser`
+        self.helpers: dict[Any, Any] = {}  # objects of features, each made for the first request that needs it
+        self.cleanup = ExitStack()  # features add what ends their helpers' threads and processes
         self._seed = secrets.randbits(64) if config.seed is None else config.seed
         # an iterator, because `next` is atomic: a signal handler may interrupt a thread here and add a request
         self._unused_ids = iter(range(first_request_id, MAX_REQUESTS))
@@ -59,36 +57,26 @@ class InputProcessor:
         """The number of requests so far. All request ids are below this number."""
         return MAX_REQUESTS - operator.length_hint(self._unused_ids)
 
-    @cached_property
-    def images(self) -> Any:
-        """Return the ImagePrompts, or None if the engine takes no images. Raises ValueError without Pillow."""
-        if self.config.model_config.vision is None:
-            return None
-        try:
-            from nanovllm.vision.image_prompts import ImagePrompts  # few engines take images
-        except ImportError as error:
-            raise ValueError(f"prompt: images can't be read ({error})") from error
-        return ImagePrompts(self.config)
-
     def next_request_id(self) -> int:
         return next(self._unused_ids)
 
     def close(self) -> None:
-        """Stop the threads and processes of `structured_outputs`, if any."""
-        if self.grammars is not None:
-            self.grammars.close()
+        self.cleanup.close()
 
     def default_sampling_params(self, kind: type[SamplingParams] = SamplingParams) -> SamplingParams:
         """Return the parameters that the model recommends. All other parameters have the defaults of `kind`."""
         return recommended_params(self.config.model, kind)
 
     def requests(
-        self, prompts, sampling_params, kind: OutputKind, template_arguments: Mapping | None = None, priority=None
+        self,
+        prompts,
+        sampling_params,
+        kind: OutputKind,
+        template_arguments: Mapping | None = None,
+        priority=None,
+        lora_request: Adapters = None,
     ) -> list[CompletionRequest]:
-        """Make a request for each prompt.
-
-        `sampling_params` is an object or a list, and `priority` is a list or None.
-        """
+        """Make a request for each prompt. The other arguments are those of `LLMEngine.generate`."""
         prompts = [prompts] if isinstance(prompts, str) else prompts
         is_plain = isinstance(prompts, list) and all(isinstance(prompt, (str, list)) for prompt in prompts)
         if not is_plain or priority is not None:
@@ -101,10 +89,11 @@ class InputProcessor:
         if self.config.model_config.vision is not None:
             prompts = read_images(prompts, self)
         per_prompt = zip(prompts, params, priority or [0] * len(prompts))
-        return [
+        requests = [
             self.request(prompt, prompt_params, kind, i, template_arguments, prompt_priority)
             for i, (prompt, prompt_params, prompt_priority) in enumerate(per_prompt)
         ]
+        return self.with_adapters(requests, lora_request)
 
     def request(
         self,
@@ -184,11 +173,7 @@ class InputProcessor:
             raise ValueError("prompt: a decoder prompt cannot be empty; it must have at least 1 token")
         if len(ids) > self.max_prompt_tokens:
             raise ValueError(f"prompt: has {len(ids)} tokens; must be {self.length_bound}")
-        try:
-            least_and_greatest = (array := np.frombuffer(packed_ids(ids), np.int32)).min(), array.max()
-        except struct.error:  # an id beyond int32, which is in no vocabulary
-            least_and_greatest = min(ids), max(ids)
-        check_token_ids("prompt", least_and_greatest, self.config.model_config.vocab_size)
+        check_token_ids("prompt", (min(ids), max(ids)), self.config.model_config.vocab_size)
         return text, ids, images
 
     def encode(self, text: str, add_special_tokens: bool = True, is_cut: bool = False) -> list[int]:

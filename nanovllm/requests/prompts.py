@@ -10,7 +10,6 @@ from nanovllm.requests.request import Message, Prompt
 if TYPE_CHECKING:
     from nanovllm.requests.input_processor import InputProcessor
 
-NO_IMAGES = "this engine takes no images: the model has no vision tower, or language_model_only is set, or it pools"
 KINDS = "a string, a list of token ids, a dict with 'prompt' or 'prompt_token_ids', or a conversation"
 
 
@@ -67,28 +66,6 @@ def has_images(prompt: Any) -> bool:
         return not (data is None or (isinstance(data, Mapping) and not data))
     contents = (message.get("content") for message in prompt) if is_conversation(prompt) else ()
     return any(is_image(part) for x in contents if isinstance(x, (list, tuple)) for part in x)
-
-
-def read_images(prompts: list, processor: "InputProcessor") -> list:
-    """Return the prompts. If several prompts have images, threads first read the images in parallel."""
-    return prompts if sum(map(has_images, prompts)) < 2 else processor.images.read_all(prompts)
-
-
-def read_prompt(
-    prompt: Prompt, template_arguments: Mapping, processor: "InputProcessor"
-) -> tuple[str | None, list[int], Any]:
-    """Return the text (None if unknown), the token ids and the images of a prompt that is not a string.
-
-    The images are a PromptImages, or None if there are none. Raises ValueError if the prompt has images, but the engine
-    does not take images.
-    """
-    if not has_images(prompt):
-        return *read_text_prompt(prompt, template_arguments, processor), None
-    if processor.images is None:
-        is_chat = is_conversation(prompt)
-        field = "messages: a content part must be text" if is_chat else "multi_modal_data: must be left out"
-        raise ValueError(f"{field}, because {NO_IMAGES}")
-    return processor.images.read(prompt, template_arguments, processor)
 
 
 def read_text_prompt(

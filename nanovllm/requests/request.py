@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from time import perf_counter, time
 from typing import TYPE_CHECKING, Any, TypedDict, Union
 
-from nanovllm.engine.outputs import CompletionOutput, OutputCollector, OutputKind, RequestMetrics, RequestOutput
+from nanovllm.engine.collector import OutputCollector
+from nanovllm.engine.outputs import CompletionOutput, OutputKind, RequestMetrics, RequestOutput
 from nanovllm.engine.sequence import Sequence
 from nanovllm.requests.detokenizer import Detokenizer, TokenBytes
 
@@ -34,6 +35,7 @@ class Request:
     """A prompt, the sequences that answer it, and the collector of the caller."""
 
     collector: OutputCollector  # set when the request is submitted
+    is_admitted = False  # whether the engine took the request while nothing made it refuse requests
     lora_request: Any = None  # a LoRARequest, if the request uses an adapter
 
     def __init__(self, group: list[Sequence], prompt: str | None, kind: OutputKind):

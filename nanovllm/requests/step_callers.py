@@ -2,8 +2,9 @@
 
 import threading
 
+from nanovllm.engine.collector import OutputCollector, StepOutput
 from nanovllm.engine.engine_thread import EngineThread
-from nanovllm.engine.outputs import OutputCollector, OutputKind, StepOutput
+from nanovllm.engine.outputs import OutputKind
 
 
 class StepCallers:

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
+from nanovllm.engine.collector import OutputCollector
 from nanovllm.engine.engine_thread import EngineThread, Submission
-from nanovllm.engine.outputs import OutputCollector, OutputKind
+from nanovllm.engine.outputs import OutputKind
 from nanovllm.requests.request import CompletionRequest
 from nanovllm.requests.stream_event import StreamEvent
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from nanovllm.engine.collector import OutputCollector
 from nanovllm.engine.engine import UnavailableError
 from nanovllm.engine.engine_thread import EngineThread
-from nanovllm.engine.outputs import OutputCollector
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine

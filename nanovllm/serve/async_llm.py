@@ -8,8 +8,9 @@ import logging
 from collections.abc import Callable, Collection
 from typing import Any
 
+from nanovllm.engine.collector import StepOutput
 from nanovllm.engine.engine import UnavailableError
-from nanovllm.engine.outputs import OutputKind, StepOutput
+from nanovllm.engine.outputs import OutputKind
 from nanovllm.llm import LLM
 from nanovllm.requests.request import CompletionRequest
 from nanovllm.serve.async_request import AsyncRequest

@@ -186,22 +186,7 @@ class EngineClient(ABC):
         try:
             # not FINAL_ONLY, because observers must see when a token arrives
             kind = OutputKind.DELTA if in_pieces else OutputKind.TOKENS
-
-            def make(tokens: TokensPrompt) -> Any:
-                processor = self.input_processor
-                if isinstance(sampling_params, BeamSearchParams):
-                    request: Any = beam_completion(processor, tokens, sampling_params, priority, kind)
-                elif isinstance(sampling_params, PoolingParams):
-                    request = pooling_request(processor, tokens, sampling_params, OutputKind.TOKENS, priority)
-                else:
-                    request = processor.request(tokens, sampling_params, kind, priority=priority)
-                processor.with_adapters([request], lora_request)
-                if cache_salt is not None:
-                    salt = blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-                    for seq in request.group:
-                        seq.cache_salt ^= int.from_bytes(salt, "little")
-                return request
-
+            make = lambda tokens: self._make_request(tokens, sampling_params, kind, priority, cache_salt, lora_request)
             tokenize = lambda lane: lane.tokens_of(prompt, chat_template_kwargs)
             if getattr(sampling_params, "structured_outputs", None) is not None:
                 compile_for = partial(make, await self._in_lane(tokenize, prompt))
@@ -217,6 +202,30 @@ class EngineClient(ABC):
             del self._names[name]
             raise
         self._live[request.request_id] = self._names[name] = request
+        return request
+
+    def _make_request(
+        self,
+        tokens: TokensPrompt,
+        params: Any,
+        kind: OutputKind,
+        priority: int,
+        cache_salt: str | None,
+        lora_request: LoRARequest | None,
+    ) -> Any:
+        """Make the request for a tokenized prompt. The class of `params` determines the kind of request."""
+        processor = self.input_processor
+        if isinstance(params, BeamSearchParams):
+            request: Any = beam_completion(processor, tokens, params, priority, kind)
+        elif isinstance(params, PoolingParams):
+            request = pooling_request(processor, tokens, params, OutputKind.TOKENS, priority)
+        else:
+            request = processor.request(tokens, params, kind, priority=priority)
+        processor.with_adapters([request], lora_request)
+        if cache_salt is not None:
+            salt = blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+            for seq in request.group:
+                seq.cache_salt ^= int.from_bytes(salt, "little")
         return request
 
     def discard(self, request: AsyncRequest) -> None:

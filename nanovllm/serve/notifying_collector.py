@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from nanovllm.engine.outputs import OutputCollector, OutputKind
+from nanovllm.engine.collector import OutputCollector
+from nanovllm.engine.outputs import OutputKind
 
 
 class NotifyingCollector(OutputCollector):

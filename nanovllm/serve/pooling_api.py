@@ -120,10 +120,60 @@ class ScoreBody(PairBody):
 
 
 def add_routes(app: FastAPI, api: Api) -> None:
-    llm = api.llm
+    routes = PoolingApi(api)
+    app.post("/v1/embeddings")(routes.embeddings)
+    for path in ("/classify", "/v1/classify"):
+        app.post(path)(routes.classify)
+    for path in ("/score", "/v1/score"):
+        app.post(path)(routes.score)
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        app.post(path)(routes.rerank)
 
-    async def respond(body: PoolingBody, compute: Callable[[], Awaitable[list[PoolingOutput]]]) -> dict[str, Any]:
-        model = api.model_name(body.model)
+
+class PoolingApi:
+    """Defines a method for each route."""
+
+    def __init__(self, api: Api):
+        self._api, self._llm = api, api.llm
+
+    async def embeddings(self, body: EmbeddingBody, request: Request) -> Response:
+        async def compute() -> list[PoolingOutput]:
+            check_task(config := self._llm.input_processor.config, "embed")
+            body.truncate_prompt_tokens = num_kept_of(config, body.truncate_prompt_tokens)
+            prompts = prepared(body, prefix_of(config, body.prompt_name, body.instruction))
+            params = PoolingParams(dimensions=body.dimensions, normalize=body.normalize)
+            return await pool(self._llm, prompts, params, **body.options)
+
+        encode: Callable[[Any], Any] = lambda x: x.tolist()
+        if body.encoding_format == "base64":
+            encode = lambda x: b64encode(x.tobytes()).decode()
+        answer = await self._answer(body, compute)
+        return await listed(answer, lambda output: {"object": "embedding", "embedding": encode(output.embedding)})
+
+    async def classify(self, body: ClassifyBody, request: Request) -> Response:
+        compute = lambda: self._llm.classify(prepared(body), body.use_activation, **body.options)
+        answer = await self._answer(body, compute)
+        return await listed(answer, lambda x: {"label": x.label, "probs": x.probs, "num_classes": len(x.labels)})
+
+    async def score(self, body: ScoreBody, request: Request) -> Response:
+        texts = body.text_1, body.text_2
+        compute = lambda: self._llm.score(*texts, use_activation=body.use_activation, **body.options)
+        return await listed(await self._answer(body, compute), lambda x: {"object": "score", "score": x.score})
+
+    async def rerank(self, body: RerankBody, request: Request) -> Response:
+        query, texts, options = body.query_text(), body.texts(), body.options
+        if self._llm.input_processor.config.scheduling_policy == "fcfs":
+            options["priority"] = 0  # in Cohere's API, a hint that a server need not follow
+        answer = await self._answer(body, lambda: self._llm.score(query, texts, **options))
+        outputs = answer.pop("data")
+        has_documents = body.return_documents
+        if has_documents is None:
+            has_documents = not request.url.path.endswith("/v2/rerank")
+        return json_response(answer | {"object": "list", "results": ranked(body, outputs, has_documents)})
+
+    async def _answer(self, body: PoolingBody, compute: Callable[[], Awaitable[list[PoolingOutput]]]) -> dict[str, Any]:
+        """Compute the outputs. Return the fields that all answers have, and the outputs as `data`."""
+        model = self._api.model_name(body.model)
         try:
             outputs = await compute()
         except Exception as problem:
@@ -134,62 +184,22 @@ def add_routes(app: FastAPI, api: Api) -> None:
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
         return {"id": f"pool-{uuid4().hex}", "created": int(time()), "model": model, "usage": usage, "data": outputs}
 
-    async def listed(answer: dict[str, Any], entry: Callable[[PoolingOutput], dict[str, Any]]) -> Response:
-        """Encode outputs in a thread, because a thousand vectors take a long time."""
 
-        def data() -> list[Any]:
-            return [encoded({"index": i} | entry(output)) for i, output in enumerate(answer["data"])]
+def prepared(body: InputBody, prefix: str = "") -> list[Any]:
+    """Return a body's prompts. If the body has tokenization options, each prompt is a function that tokenizes."""
+    prompts = [with_prefix(prompt, prefix) for prompt in body.prompts()]
+    if body.add_special_tokens is None and body.truncate_prompt_tokens is None:
+        return prompts
+    return [partial(tokenized, body, prompt, None, None) for prompt in prompts]
 
-        return json_response(answer | {"object": "list", "data": await asyncio.to_thread(data)})
 
-    def prepared(body: InputBody, prefix: str = "") -> list[Any]:
-        """Return a body's prompts. If the body has tokenization options, each prompt is a function that tokenizes."""
-        prompts = [with_prefix(prompt, prefix) for prompt in body.prompts()]
-        if body.add_special_tokens is None and body.truncate_prompt_tokens is None:
-            return prompts
-        return [partial(tokenized, body, prompt, None, None) for prompt in prompts]
+async def listed(answer: dict[str, Any], entry: Callable[[PoolingOutput], dict[str, Any]]) -> Response:
+    """Encode outputs in a thread, because a thousand vectors take a long time."""
 
-    async def embeddings(body: EmbeddingBody, request: Request) -> Response:
-        async def compute() -> list[PoolingOutput]:
-            check_task(config := llm.input_processor.config, "embed")
-            body.truncate_prompt_tokens = num_kept_of(config, body.truncate_prompt_tokens)
-            prompts = prepared(body, prefix_of(config, body.prompt_name, body.instruction))
-            params = PoolingParams(dimensions=body.dimensions, normalize=body.normalize)
-            return await pool(llm, prompts, params, **body.options)
+    def data() -> list[Any]:
+        return [encoded({"index": i} | entry(output)) for i, output in enumerate(answer["data"])]
 
-        encode: Callable[[Any], Any] = lambda x: x.tolist()
-        if body.encoding_format == "base64":
-            encode = lambda x: b64encode(x.tobytes()).decode()
-        answer = await respond(body, compute)
-        return await listed(answer, lambda output: {"object": "embedding", "embedding": encode(output.embedding)})
-
-    async def classify(body: ClassifyBody, request: Request) -> Response:
-        answer = await respond(body, lambda: llm.classify(prepared(body), body.use_activation, **body.options))
-        return await listed(answer, lambda x: {"label": x.label, "probs": x.probs, "num_classes": len(x.labels)})
-
-    async def score(body: ScoreBody, request: Request) -> Response:
-        texts = body.text_1, body.text_2
-        compute = lambda: llm.score(*texts, use_activation=body.use_activation, **body.options)
-        return await listed(await respond(body, compute), lambda x: {"object": "score", "score": x.score})
-
-    async def rerank(body: RerankBody, request: Request) -> Response:
-        query, texts, options = body.query_text(), body.texts(), body.options
-        if llm.input_processor.config.scheduling_policy == "fcfs":
-            options["priority"] = 0  # in Cohere's API, a hint that a server need not follow
-        answer = await respond(body, lambda: llm.score(query, texts, **options))
-        outputs = answer.pop("data")
-        has_documents = body.return_documents
-        if has_documents is None:
-            has_documents = not request.url.path.endswith("/v2/rerank")
-        return json_response(answer | {"object": "list", "results": ranked(body, outputs, has_documents)})
-
-    app.post("/v1/embeddings")(embeddings)
-    for path in ("/classify", "/v1/classify"):
-        app.post(path)(classify)
-    for path in ("/score", "/v1/score"):
-        app.post(path)(score)
-    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
-        app.post(path)(rerank)
+    return json_response(answer | {"object": "list", "data": await asyncio.to_thread(data)})
 
 
 def ranked(body: RerankBody, outputs: Sequence[PoolingOutput], has_documents: bool) -> list[dict[str, Any]]:

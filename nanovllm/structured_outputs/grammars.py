@@ -105,12 +105,14 @@ def constrain(group: list[Sequence], processor: "InputProcessor") -> None:
     grammar = queue = None
     if params.structured_outputs is not None:
         with _lock:
-            if processor.grammars is None:
+            if "grammars" not in processor.helpers:
                 with processor.tokenizer_lock:
                     tokenizer = copy(processor.tokenizer.backend_tokenizer)
-                processor.grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids)
-        grammar = processor.grammars.grammar(params.structured_outputs)
-        queue = MaskQueue(processor.grammars.threads, grammar)
+                processor.helpers["grammars"] = Grammars(tokenizer, model.vocab_size, model.eos_token_ids)
+                processor.cleanup.callback(processor.helpers["grammars"].close)
+        grammars = processor.helpers["grammars"]
+        grammar = grammars.grammar(params.structured_outputs)
+        queue = MaskQueue(grammars.threads, grammar)
     constraints = [Constraint(seq, grammar, queue, model.vocab_size, model.eos_token_ids) for seq in group]
     for seq, constraint in zip(group, constraints):
         seq.feature_state["structured_outputs"] = constraint

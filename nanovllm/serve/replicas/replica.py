@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from nanovllm.engine.collector import StepOutput
 from nanovllm.engine.features import FEATURES
-from nanovllm.engine.outputs import OutputKind, StepOutput
+from nanovllm.engine.outputs import OutputKind
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.stats import stats_of
 from nanovllm.llm import LLM
