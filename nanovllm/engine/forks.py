@@ -6,7 +6,7 @@ These functions extend the Scheduler, but most requests do not need them. Beams 
 from copy import copy, deepcopy
 from typing import TYPE_CHECKING
 
-from nanovllm.engine.scheduled_step import ScheduledStep
+from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
 if TYPE_CHECKING:
@@ -53,12 +53,14 @@ def fork(scheduler: "Scheduler", seq: Sequence, index: int, token_id: int) -> Se
 def resume(scheduler: "Scheduler", seq: Sequence, token_id: int) -> None:
     seq.append_token(token_id)
     seq.num_tokens, seq.is_paused = len(seq.token_ids), False
-    if seq.block_table and scheduler.block_manager.can_append(seq):
-        scheduler.block_manager.may_append(seq)
-        del scheduler.running[seq.key]
-        scheduler.prefilling[seq.key] = seq
-        return
     if seq.block_table:
+        blocks = scheduler.block_manager
+        blocks.prepare_decodes([ScheduledSequence(seq, seq.num_tokens - 1, seq.num_tokens)])
+        if blocks.can_append(seq):
+            blocks.may_append(seq)
+            del scheduler.running[seq.key]
+            scheduler.prefilling[seq.key] = seq
+            return
         scheduler.release(seq)
         seq.status = SequenceStatus.WAITING
     scheduler.waiting.push(seq)
@@ -80,7 +82,7 @@ def _copy(seq: Sequence, index: int, token_id: int) -> Sequence:
     new_seq.index, new_seq.token_ids = index, [*seq.token_ids, token_id]
     new_seq.set_order(seq.order[0])
     new_seq.num_tokens, new_seq.num_computed_tokens = len(new_seq.token_ids), 0
-    new_seq.token_limit, new_seq.num_drafts = seq.max_num_tokens, 0
+    new_seq.token_limit = seq.max_num_tokens
     new_seq.block_table, new_seq.window_columns, new_seq.block_hashes, new_seq.req_index = [], [], [], -1
     new_seq.status, new_seq.is_paused, new_seq.was_admitted = SequenceStatus.WAITING, False, False
     new_seq.feature_state, new_seq.timing = deepcopy(seq.feature_state), dict(seq.timing)
