@@ -13,8 +13,20 @@ if TYPE_CHECKING:
     from nanovllm.engine.scheduler import Scheduler
 
 
+def num_later_answers(scheduler: "Scheduler", seq: Sequence) -> int:
+    """Return how many answers start later than `seq`, but must fit when `seq` is admitted.
+
+    These are the other answers of a new group. If nothing runs, the first answer is admitted even if the others do not
+    fit.
+    """
+    is_new_group = seq is seq.group[0] and not seq.has_sampled
+    return len(seq.group) - 1 if is_new_group and scheduler.num_running else 0
+
+
 def start_others(scheduler: "Scheduler", seq: Sequence, step: ScheduledStep) -> None:
     """Start the prompt's other answers, as many as fit. Sample their first tokens from the row of `seq`."""
+    if seq.num_completion_tokens:
+        return  # the row computes tokens again after a preemption, and samples a later token
     num_spare = len(scheduler.running) - 1  # a block for each other sequence, as in `Scheduler._admit`
     for other in seq.group:
         if other.status is not SequenceStatus.WAITING or other.has_sampled:

@@ -184,9 +184,8 @@ class Scheduler:
         seq.num_computed_tokens = end
         self.block_manager.hash_blocks(seq, end)
         if end == seq.num_tokens:
-            is_first_token = not seq.has_sampled
             self.start_decoding(seq, step)
-            if is_first_token and seq.params.n > 1:
+            if seq.params.n > 1:
                 forks.start_others(self, seq, step)
 
     def start_decoding(self, seq: Sequence, step: ScheduledStep) -> None:
@@ -196,25 +195,21 @@ class Scheduler:
         step.add_sampled(seq)
         seq.num_tokens += 1
 
-    def num_others(self, seq: Sequence) -> int:
-        """Return how many other sequences would run if `seq` were admitted.
-
-        If `seq` is the first sequence of a new group, the rest of the group is counted as running, unless nothing runs
-        now.
-        """
-        num_running = len(self.running) + len(self.prefilling)
-        is_new_group = num_running and seq is seq.group[0] and not seq.has_sampled
-        return num_running + (len(seq.group) - 1 if is_new_group else 0)
+    @property
+    def num_running(self) -> int:
+        return len(self.running) + len(self.prefilling)
 
     def _admit(self, seq: Sequence) -> bool:
         """Admit the first waiting sequence, if the sequence fits and admission is not paused."""
-        num_running = len(self.running) + len(self.prefilling)
-        if not self.admission.may_admit(num_running) or len(seq.token_ids) < seq.num_tokens:  # its token is in flight
+        if not self.admission.may_admit(self.num_running):
             return False
-        num_others = self.num_others(seq)
+        if len(seq.token_ids) < seq.num_tokens:  # its newest token is in flight
+            return False
+        num_others = self.num_running + forks.num_later_answers(self, seq)
         # a spare block for each other sequence: all can grow once before any is preempted
-        if num_others >= self.max_num_seqs or not self.block_manager.can_allocate(seq, num_spare=num_others):
-            self.admission.pause(num_running)
+        fits = num_others < self.max_num_seqs and self.block_manager.can_allocate(seq, num_spare=num_others)
+        if not fits:
+            self.admission.pause(self.num_running)
             return False
         self.admission.resume()
         self.waiting.discard(seq)
@@ -273,7 +268,9 @@ class Scheduler:
                 forks.pause(self, seq)
                 continue
             seq.append_token(token_id)
-            if len(seq.token_ids) % block_size <= 1:  # this token or the previous one filled a block
+            # A full block enters the prefix cache when its last token is computed. If steps overlap, the next step
+            # already computes the token that arrives now. Otherwise, the last token is the one before.
+            if len(seq.token_ids) % block_size <= 1:
                 self.block_manager.hash_blocks(seq, seq.num_computed_tokens)
             if reasons := seq.finish_reasons(self.eos_token_ids, self.eos):
                 ends[seq] = reasons

@@ -11,6 +11,7 @@ from time import sleep
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.block_manager import Block, BlockManager
+from nanovllm.engine.forks import num_later_answers
 from nanovllm.engine.scheduling_policy import WaitingQueue
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.state_blocks import StateBlockManager
@@ -508,10 +509,9 @@ class TieredQueue(WaitingQueue):
             self._others.push(arrived)
         scheduler, blocks = self._scheduler, self._scheduler.block_manager
         assert isinstance(blocks, TieredBlockManager)
-        num_running = len(scheduler.running) + len(scheduler.prefilling)
         while (seq := self._others.next_ready()) is not None:
-            num_others = scheduler.num_others(seq)
-            if num_others >= scheduler.max_num_seqs or scheduler.admission.is_on(num_running):
+            num_others = scheduler.num_running + num_later_answers(scheduler, seq)
+            if num_others >= scheduler.max_num_seqs or scheduler.admission.is_on(scheduler.num_running):
                 return seq  # the scheduler does not admit `seq` in this step
             if (load := blocks.fetch(seq, num_spare=num_others)) is None:
                 if not self._loading or blocks.can_allocate(seq, num_spare=num_others):
@@ -519,7 +519,7 @@ class TieredQueue(WaitingQueue):
                 break  # loads may hold the blocks that `seq` needs; returning `seq` would pause all admissions
             self._others.discard(seq)
             self._loading[seq] = load
-        if self._loading and not num_running:
+        if self._loading and not scheduler.num_running:
             sleep(IDLE_SECONDS)
         return None
 
