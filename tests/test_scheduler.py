@@ -501,7 +501,7 @@ def test_beams_share_what_they_have_in_common():
     """A fork shares the full blocks of its parent, and the last block is copied before the next step."""
     engine = SimulatedEngine()
     root = engine.add(prompt(6))
-    root.pauses_after_token = True
+    root.pauses_after_token, root.token_limit = True, 0
     step = engine.scheduler.schedule()
     engine.give(step, 7)
     assert root.is_paused and root.completion_token_ids == [] and engine.scheduler.schedule() is None
@@ -526,7 +526,7 @@ def test_beams_that_find_no_blocks_are_computed_again():
     """Paused beams free their blocks for those that are not computed yet, though no other sequence ever ends."""
     engine = SimulatedEngine(num_blocks=4)
     root = engine.add(prompt(6))
-    root.pauses_after_token = True
+    root.pauses_after_token, root.token_limit = True, 0
     beams, seen = [root], 0
     for length in range(7, 13):
         steps = 0

@@ -94,7 +94,6 @@ def _copy(seq: Sequence, index: int, token_id: int) -> Sequence:
     new_seq.index, new_seq.token_ids = index, [*seq.token_ids, token_id]
     new_seq.set_order(seq.order[0])
     new_seq.num_tokens, new_seq.num_computed_tokens = len(new_seq.token_ids), 0
-    new_seq.token_limit = seq.max_num_tokens
     new_seq.block_table, new_seq.window_columns, new_seq.block_hashes, new_seq.req_index = [], [], [], -1
     new_seq.status, new_seq.is_paused, new_seq.was_admitted = SequenceStatus.WAITING, False, False
     new_seq.feature_state, new_seq.timing = deepcopy(seq.feature_state), dict(seq.timing)

@@ -129,9 +129,7 @@ class Scheduler:
         Rows with long contexts come first. The short rows at the end help to balance the load of attention. Sequences
         of equal length stay in the order in which they began to decode.
         """
-        ready = [
-            seq for seq in self.running.values() if seq.num_tokens < seq.token_limit and not seq.pauses_after_token
-        ]
+        ready = [seq for seq in self.running.values() if seq.num_tokens < seq.token_limit]
         ready.sort(key=attrgetter("num_tokens"), reverse=True)
         return self.decode_rows(ready)
 
