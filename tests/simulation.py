@@ -340,7 +340,7 @@ class Simulation(SimulatedEngine):
         rows = self.rows_on_device(step)
         self.check_step(step, rows)
         num_blocks, size = self.manager.num_blocks, self.manager.block_size
-        copied = {target: [*self.cache[source]] for source, target in step.copies if target < num_blocks}
+        copied = {target: [*self.cache[source]] for target, source in step.copies.items() if target < num_blocks}
         for target, marks in copied.items():
             self.cache[target] = marks
         for i, column, block_id in step.new_blocks:
@@ -439,10 +439,10 @@ class Simulation(SimulatedEngine):
         bound = self.scheduler.budget.num_tokens
         if step.num_decodes and step.chunks:
             bound = min(bound, self.scheduler.mixed_budget.num_tokens)
-            bound = max(bound, step.num_decodes * step.tokens_per_row + max(1, bound // 4))
+            bound = max(bound, step.num_decode_tokens + max(1, bound // 4))
             self.seen["mixed"] += 1
         if step.chunks:
-            assert step.num_decodes * step.tokens_per_row + num_chunk_tokens <= bound
+            assert step.num_decode_tokens + num_chunk_tokens <= bound
         assert len({seq for seq, _, _ in rows}) == len(rows) <= self.scheduler.max_num_seqs
         self.seen["chunks"] += len(step.chunks) - len(complete)
         self.seen["shared within a step"] += bool(writers.keys() & readers.keys())
@@ -490,7 +490,7 @@ class StateSimulation(Simulation):
 
     def compute(self, step: ScheduledStep, token_id: int) -> StepResult:
         num_blocks, before = self.manager.num_blocks, dict(self.states)
-        for source, target in step.copies:
+        for target, source in step.copies.items():
             if target >= num_blocks:
                 self.states[target - num_blocks] = before[source - num_blocks]
                 self.seen["copies of states"] += 1

@@ -86,11 +86,10 @@ def prepare(step: ScheduledStep, arrays=None, shape: BatchShape | None = None) -
 def decodes(seqs: list[Sequence], num_drafts: int = 0) -> ScheduledStep:
     """The first has just got its last block."""
     step = ScheduledStep()
-    for seq in seqs:
-        seq.num_drafts = num_drafts
-    ends = [min(seq.token_limit - 1, seq.num_tokens + seq.num_drafts) for seq in seqs]
+    ends = [min(seq.token_limit - 1, seq.num_tokens + num_drafts) for seq in seqs]
     step.decode([ScheduledSequence(seq, seq.num_tokens - 1, end) for seq, end in zip(seqs, ends)])
     step.new_blocks = [(0, len(seqs[0].block_table) - 1, seqs[0].block_table[-1])]
+    step.tokens_per_row = max(step.num_reserved)
     return step
 
 
@@ -108,7 +107,7 @@ def tables_of(seqs: list[Sequence], num_rejected: int = 0, tokens_per_row: int =
 def test_chunks():
     """Two whole prompts and a chunk of a third, which is not sampled yet; two answers share the first prompt."""
     seqs = [sequence(0, range(6), [7, 2]), sequence(1, range(10, 11), [0]), sequence(2, range(20, 32), [5, 1, 3])]
-    step = ScheduledStep(copies=[(4, 6)])
+    step = ScheduledStep(copies={6: 4})
     for seq, (start, end) in zip(seqs, [(2, 6), (0, 1), (4, 9)]):
         step.chunks.append(ScheduledSequence(seq, start, end))
         if end == len(seq.token_ids):

@@ -617,7 +617,7 @@ class FakeScheduler:
         self.waiting.push(seq)
 
     def admit(self) -> None:
-        while len(self.running) < self.max_num_seqs and (seq := self.waiting.first()) is not None:
+        while len(self.running) < self.max_num_seqs and (seq := self.waiting.next_ready()) is not None:
             self.waiting.discard(seq)
             self.running[seq.key] = seq
             self.admitted.append(seq.request_id)
@@ -682,7 +682,7 @@ def test_a_sequence_overtakes_once():
     scheduler.admit()
     for number, adapter in enumerate([b, a, a, a], 1):
         scheduler.add(number, adapter)
-    loading = scheduler.waiting.first()
+    loading = scheduler.waiting.next_ready()
     scheduler.waiting.discard(loading)
     scheduler.waiting.push(loading)
     for number in (0, 2):

@@ -203,7 +203,7 @@ def test_beams_that_an_error_drops_are_no_longer_shown():
     recorder = StepRecorder(engine)
     recorder.start()
     beam = engine.add([5] * 20, max_tokens=5)
-    beam.pauses_after_token = True
+    beam.pauses_after_token, beam.token_limit = True, 0
     engine.step()
     scheduler.preempt(beam)
     recorder.refresh()

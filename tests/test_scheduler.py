@@ -358,13 +358,23 @@ def test_preempted_sequence_goes_on_from_what_it_has():
     seq = engine.add(prompt(6))
     for _ in range(5):
         engine.step()
-    seq.limit_tokens(num_drafts=2)
     engine.scheduler.preempt(seq)
-    assert seq.num_drafts == 0  # they were of tokens that it has to compute first
     assert len(seq.token_ids) == 11
     step = engine.step()
     assert step.num_decodes == 0 and rows(step) == [(0, 8, 11)]
     assert seq.num_cached_tokens == 0  # of the prompt, and on first admission
+
+
+def test_preempted_sequence_drops_its_drafts():
+    """They follow a token that has to be computed first, so the next decode row has one token."""
+    engine = SimulatedEngine(num_drafts=2)
+    seq = engine.add(prompt(6))
+    engine.step()
+    assert len(seq.feature_state["spec_decode"].token_ids) == 2
+    engine.scheduler.preempt(seq)
+    steps = [engine.scheduler.schedule(), engine.scheduler.schedule()]
+    assert [rows(step) for step in steps] == [[(0, 4, 7)], [(0, 7, 8)]]
+    assert engine.scheduler.running
 
 
 def test_generated_block_can_be_found_once_its_tokens_arrived():
@@ -526,7 +536,7 @@ def test_beams_share_what_they_have_in_common():
     """A fork shares the full blocks of its parent, and the last block is copied before the next step."""
     engine = SimulatedEngine()
     root = engine.add(prompt(6))
-    root.pauses_after_token = True
+    root.pauses_after_token, root.token_limit = True, 0
     step = engine.scheduler.schedule()
     engine.give(step, 7)
     assert root.is_paused and root.completion_token_ids == [] and engine.scheduler.schedule() is None
@@ -536,7 +546,7 @@ def test_beams_share_what_they_have_in_common():
     assert second.block_table[:1] == third.block_table[:1] == root.block_table[:1]
     step = engine.scheduler.schedule()
     assert sorted(rows(step)) == [(0, 6, 7)] * 3 and step.num_decodes == 0
-    assert sorted(step.copies) == sorted((root.block_table[1], seq.block_table[1]) for seq in (second, third))
+    assert step.copies == {seq.block_table[1]: root.block_table[1] for seq in (second, third)}
     engine.give(step, 1, 1, 1)
     engine.scheduler.finish(root, "stop")
     resume(engine.scheduler, second, 5)
@@ -551,7 +561,7 @@ def test_beams_that_find_no_blocks_are_computed_again():
     """Paused beams free their blocks for those that are not computed yet, though no other sequence ever ends."""
     engine = SimulatedEngine(num_blocks=4)
     root = engine.add(prompt(6))
-    root.pauses_after_token = True
+    root.pauses_after_token, root.token_limit = True, 0
     beams, seen = [root], 0
     for length in range(7, 13):
         steps = 0

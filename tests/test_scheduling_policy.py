@@ -201,8 +201,8 @@ def test_waiting_queue():
             queue.discard(gone)  # it is not there: nothing happens
             expected.remove(gone)
     expected.sort(key=lambda seq: seq.order)
-    assert [*queue] == expected and queue.first() is expected[0] and len(queue) == len(expected)
-    assert WaitingQueue().first() is None
+    assert [*queue] == expected and queue.next_ready() is expected[0] and len(queue) == len(expected)
+    assert WaitingQueue().next_ready() is None
 
 
 # -- fairness, on counts -------------------------------------------------------------------------------------------

@@ -180,7 +180,7 @@ class TieredSimulation(Tiered, Simulation):
 
     def check_end(self):
         while self.manager.loads:  # of sequences that were aborted
-            self.manager.take_copies()
+            self.manager.begin_step()
         super().check_end()
         assert not any(entry.num_reads for entry in self.tier._entries.values())
         self.seen["loaded"] = self.scheduler.totals["loaded_blocks"]

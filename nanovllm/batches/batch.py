@@ -215,7 +215,7 @@ def prepare_batch(
         if views:
             _fill_windows(batch, step, block_size, views)
     if step.copies:
-        batch.block_copies[:] = np.array(step.copies, np.int32).T
+        batch.block_copies[:] = [*step.copies.values()], [*step.copies]
     for name, values in backend_arrays.items():
         _fill(batch.backend_arrays[name], values, padding=-1)
     for name, arrays in feature_arrays.items():
@@ -234,7 +234,7 @@ def _fill(array: np.ndarray, values: Any, padding: int) -> None:
 
 def _fill_chunks(batch: HostBatch, step: ScheduledStep, block_size: int, pad_req_index: int) -> None:
     """Fill the rows and tokens of chunks (after the decode rows), and the arrays that locate the chunks."""
-    k, n = step.tokens_per_row, step.num_decodes * step.tokens_per_row
+    k, n = step.tokens_per_row, step.num_decode_tokens
     lengths = np.array([1] * n + step.chunk_lens)
     ends = lengths.cumsum(dtype=np.int32)  # [B], the end of each row in the step's flat tokens
     B, T = len(lengths), int(ends[-1])
@@ -263,7 +263,7 @@ def _fill_chunks(batch: HostBatch, step: ScheduledStep, block_size: int, pad_req
 
 def _fill_windows(batch: HostBatch, step: ScheduledStep, block_size: int, views: tuple[TableView, ...]) -> None:
     """Fill the window tables of chunks and new requests, and the window slots of chunks."""
-    n = step.num_decodes * step.tokens_per_row
+    n = step.num_decode_tokens
     chunk_tables = batch.window_tables[:, n : n + len(step.chunks)]
     batch.window_tables[:, n:], batch.window_slots[:, n:] = 0, -1
     batch.new_window_tables[:] = 0

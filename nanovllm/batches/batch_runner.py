@@ -46,7 +46,7 @@ class BatchRunner(ModelRunner):
     def prepare(self, step: ScheduledStep) -> HostBatch:
         if step.tokens_per_row > 1:
             step.feature_names.add("spec_decode")
-        block_size, first_row = self.config.kvcache_block_size, step.num_decodes * step.tokens_per_row
+        block_size, first_row = self.config.kvcache_block_size, step.num_decode_tokens
         views = self.config.table_views
         backend_arrays = self.backend.prepare_chunks([c[1:] for c in step.chunks], first_row) if step.chunks else {}
         arrays = self.prepare_features(step)

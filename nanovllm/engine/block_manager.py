@@ -5,6 +5,7 @@ from collections import OrderedDict
 
 import xxhash
 
+from nanovllm.engine.scheduled_step import ScheduledSequence
 from nanovllm.engine.sequence import Sequence, packed_ids
 
 
@@ -120,6 +121,10 @@ class BlockManager:
     def needs_block(self, seq: Sequence, num_tokens: int) -> bool:
         return len(seq.block_table) * self.block_size < num_tokens
 
+    def prepare_decodes(self, rows: list[ScheduledSequence]) -> list[int]:
+        """Prepare to extend `rows` by blocks. Return the indices of the rows that need another block."""
+        return [i for i, (seq, _, end) in enumerate(rows) if self.needs_block(seq, end)]
+
     def can_append(self, seq: Sequence) -> bool:
         """Return whether the last token of `seq` fits into the blocks of `seq` or into a free block."""
         return not self.needs_block(seq, seq.num_tokens) or self.num_free > 0
@@ -153,13 +158,16 @@ class BlockManager:
         if self.hash_to_block_id.setdefault(block_hash, block.block_id) != block.block_id:
             self.duplicates.setdefault(block_hash, set()).add(block.block_id)
 
-    def take_copies(self) -> dict[int, int]:
-        """Return the copies for the next step, and clear `copies`."""
+    def begin_step(self) -> dict[int, int]:
+        """Begin to schedule a step. Return the copies that the step must make, and clear `copies`."""
         copies, self.copies = self.copies, {}
         return copies
 
-    def end_of_chunk(self, seq: Sequence, end: int) -> int:
-        """Return the end of a chunk. It is less than `end` only if layers keep a state or have a window."""
+    def reserve_chunk(self, seq: Sequence, end: int) -> int:
+        """Reserve what a chunk needs in addition to the blocks from `allocate`. Return the end of the chunk.
+
+        The end is less than `end` only if layers keep a state or have a window.
+        """
         return end
 
     def state_row(self, seq: Sequence) -> int:

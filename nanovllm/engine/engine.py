@@ -33,12 +33,21 @@ class Engine:
         self.config, self.workers = config, workers
         # viewers' hooks, called after each step; an error in a hook fails the step
         self.on_step: list[Callable[[ScheduledStep, StepResult], None]] = []
+        self.on_exit: list[Callable[[], None]] = []  # called before the engine exits, to save blocks
         self._in_flight: PendingStep | None = None
         self.unavailable: dict[str, str] = {}  # reasons not to run steps or accept requests: see rollout/
 
     def step(self) -> None:
-        """Launch the next step, and process its result or, with `async_scheduling`, the previous step's result."""
+        """Run a step. If no step is possible, wait briefly for a held sequence."""
         self.output_processor.release_held()
+        if not self.run_step() and self.scheduler.held:
+            wait_for_one(self.scheduler)
+
+    def run_step(self) -> bool:
+        """Launch the next step, and process its result or, with `async_scheduling`, the previous step's result.
+
+        Return False if there was no step to launch or to process.
+        """
         # prompts come first if one `generate` has the engine to itself: it returns all answers together
         scheduled = self.scheduler.schedule(prompts_first=self.output_processor.serves_one_batch)
         launched = self.workers.launch(self.model_runner, scheduled) if scheduled else None
@@ -51,8 +60,7 @@ class Engine:
             self.output_processor.process(step, result, changed)
             for hook in [*self.on_step]:
                 hook(step, result)
-        elif not scheduled and self.scheduler.held:
-            wait_for_one(self.scheduler)
+        return bool(launched or due)
 
     def check_open(self) -> None:
         if self.model_runner is None:
@@ -62,9 +70,6 @@ class Engine:
     def check_available(self) -> None:
         if reasons := [*self.unavailable.values()]:
             raise UnavailableError(reasons[0])
-
-    def before_exit(self) -> None:
-        """Do nothing. A tier of the prefix cache may replace this method, to save blocks before the engine exits."""
 
     def drop_requests(self) -> None:
         """Drop all requests and reset the state, because the engine exits or a step has failed."""

@@ -177,7 +177,8 @@ class EngineThread:
                 cleanup.callback(setattr, self, "_has_ended", True)
                 cleanup.callback(self.engine.exit)
                 cleanup.callback(self.engine.drop_requests)
-                cleanup.callback(self.engine.before_exit)
+                for hook in self.engine.on_exit:
+                    cleanup.callback(hook)
                 cleanup.callback(self._fail_callers, CLOSED)
 
     def _carry_out_commands(self) -> None:

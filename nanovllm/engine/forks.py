@@ -6,15 +6,27 @@ These functions extend the Scheduler, but most requests do not need them. Beams 
 from copy import copy, deepcopy
 from typing import TYPE_CHECKING
 
-from nanovllm.engine.scheduled_step import ScheduledStep
+from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
 if TYPE_CHECKING:
     from nanovllm.engine.scheduler import Scheduler
 
 
+def num_later_answers(scheduler: "Scheduler", seq: Sequence) -> int:
+    """Return how many answers start later than `seq`, but must fit when `seq` is admitted.
+
+    These are the other answers of a new group. If nothing runs, the first answer is admitted even if the others do not
+    fit.
+    """
+    is_new_group = seq is seq.group[0] and not seq.has_sampled
+    return len(seq.group) - 1 if is_new_group and scheduler.num_running else 0
+
+
 def start_others(scheduler: "Scheduler", seq: Sequence, step: ScheduledStep) -> None:
     """Start the prompt's other answers, as many as fit. Sample their first tokens from the row of `seq`."""
+    if seq.num_completion_tokens:
+        return  # the row computes tokens again after a preemption, and samples a later token
     num_spare = len(scheduler.running) - 1  # a block for each other sequence, as in `Scheduler._admit`
     for other in seq.group:
         if other.status is not SequenceStatus.WAITING or other.has_sampled:
@@ -53,12 +65,14 @@ def fork(scheduler: "Scheduler", seq: Sequence, index: int, token_id: int) -> Se
 def resume(scheduler: "Scheduler", seq: Sequence, token_id: int) -> None:
     seq.append_token(token_id)
     seq.num_tokens, seq.is_paused = len(seq.token_ids), False
-    if seq.block_table and scheduler.block_manager.can_append(seq):
-        scheduler.block_manager.may_append(seq)
-        del scheduler.running[seq.key]
-        scheduler.prefilling[seq.key] = seq
-        return
     if seq.block_table:
+        blocks = scheduler.block_manager
+        blocks.prepare_decodes([ScheduledSequence(seq, seq.num_tokens - 1, seq.num_tokens)])
+        if blocks.can_append(seq):
+            blocks.may_append(seq)
+            del scheduler.running[seq.key]
+            scheduler.prefilling[seq.key] = seq
+            return
         scheduler.release(seq)
         seq.status = SequenceStatus.WAITING
     scheduler.waiting.push(seq)
@@ -80,7 +94,6 @@ def _copy(seq: Sequence, index: int, token_id: int) -> Sequence:
     new_seq.index, new_seq.token_ids = index, [*seq.token_ids, token_id]
     new_seq.set_order(seq.order[0])
     new_seq.num_tokens, new_seq.num_computed_tokens = len(new_seq.token_ids), 0
-    new_seq.token_limit, new_seq.num_drafts = seq.max_num_tokens, 0
     new_seq.block_table, new_seq.window_columns, new_seq.block_hashes, new_seq.req_index = [], [], [], -1
     new_seq.status, new_seq.is_paused, new_seq.was_admitted = SequenceStatus.WAITING, False, False
     new_seq.feature_state, new_seq.timing = deepcopy(seq.feature_state), dict(seq.timing)

@@ -150,7 +150,7 @@ class ModelRunner:
         with self.on_device(), self.few_threads(sum(end - start for _, start, end in rows)):
             arrays = self.start_features(step) if step.feature_names else {}
             if step.copies:
-                self.copy_blocks(np.array(step.copies, np.int32).T)
+                self.copy_blocks(np.array([[*step.copies.values()], [*step.copies]], np.int32))
             try:
                 if step.chunks:
                     input_ids, positions = self.prepare_prefill(rows, step.num_decodes)

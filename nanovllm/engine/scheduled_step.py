@@ -37,7 +37,7 @@ class ScheduledStep:
     sampled_rows: the row to sample from for each sequence in `sampled_seqs`. Rows are in ascending order. Answers to
         one prompt share a row if they are admitted together.
     feature_names: the features that must do work on the host in this step.
-    copies: (source, target) for each cache block or state that is copied before the step stores keys and values.
+    copies: target -> source, for each cache block or state that is copied before the step stores keys and values.
     tokens_per_row: the number of tokens in every decode row, which is the maximum of `num_reserved`, and at least 1.
     scheduled_at: the value of `time.perf_counter` when scheduling began.
     """
@@ -49,13 +49,17 @@ class ScheduledStep:
     sampled_seqs: list[Sequence] = field(default_factory=list)
     sampled_rows: list[int] = field(default_factory=list)
     feature_names: set[str] = field(default_factory=set)
-    copies: list[tuple[int, int]] = field(default_factory=list)
+    copies: dict[int, int] = field(default_factory=dict)
     tokens_per_row: int = 1
     scheduled_at: float = field(default_factory=perf_counter)
 
     @property
     def num_decodes(self) -> int:
         return len(self.decodes)
+
+    @property
+    def num_decode_tokens(self) -> int:
+        return self.num_decodes * self.tokens_per_row
 
     @property
     def req_indices(self) -> list[int]:
@@ -99,7 +103,6 @@ class ScheduledStep:
         """Set the decode rows, before chunks are added."""
         self.decodes, self.sampled_rows = rows, [*range(len(rows))]
         self.sampled_seqs = [seq for seq, _, _ in rows]
-        self.tokens_per_row = max((end - start for _, start, end in rows), default=1)
 
     def add_sampled(self, seq: Sequence) -> None:
         """Let the step sample a token of `seq` from the step's last chunk."""

@@ -26,7 +26,7 @@ class Scheduler:
     A mixed step decodes one token for each running sequence, and computes chunks of prompts. Prompts are computed in
     the order of `Sequence.order`, within the limits of the step's TokenBudget. A full engine admits new sequences in
     groups (see AdmissionPause). `schedule` may be called before the tokens of the previous step have arrived. Such a
-    call leaves out the sequences that must wait for their tokens. The row of a sequence includes its drafts, if any.
+    call leaves out the sequences that must wait for their tokens.
 
     The answers to one prompt (`Sequence.group`) are queued together. The first answer is admitted when all answers fit,
     or when nothing else runs. All answers that fit can share the computed prompt. The other answers will later find the
@@ -85,24 +85,22 @@ class Scheduler:
         if not self.block_manager.num_blocks:
             raise RuntimeError("num_kvcache_blocks is not known: make a ModelRunner with this Config first, or set it")
         # copies for forks of earlier steps; forks of this step are copied in the next step, when they are complete
-        copies = self.block_manager.take_copies()
-        step = ScheduledStep()
+        step = ScheduledStep(copies=self.block_manager.begin_step())
         if prompts_first:
             self.schedule_chunks(step)
             if not step.chunks:
-                self._schedule_decodes(step)
+                self.schedule_decodes(step)
         else:
-            self._schedule_decodes(step)
+            self.schedule_decodes(step)
             self.schedule_chunks(step, is_mixed=self._decodes_soon(step))
         if not (step.num_decodes or step.chunks) and any(seq.is_paused for seq in self.running.values()):
             forks.preempt_paused(self, step)
         if not (step.num_decodes or step.chunks):
-            self.block_manager.copies = copies
+            self.block_manager.copies = step.copies
             return None
         watched = [seq for seq in step.sampled_seqs if seq.is_watched]
         seqs = *watched, *(x.seq for x in step.chunks), *step.new_seqs  # features have host work only for these
         step.feature_names = {name for seq in seqs for name in seq.feature_state}
-        step.copies = [(source, target) for target, source in copies.items()]
         self.totals[f"{step.kind}_steps"] += 1
         return step
 
@@ -110,10 +108,10 @@ class Scheduler:
         """Whether this step decodes, or a token in flight will let the next step decode."""
         return bool(step.num_decodes) or any(seq.waits_for_token and not seq.is_paused for seq in self.running.values())
 
-    def _schedule_decodes(self, step: ScheduledStep) -> None:
+    def schedule_decodes(self, step: ScheduledStep) -> None:
         """Add a row for each sequence that can decode. If too few blocks are free, preempt sequences."""
         rows = self._ready()
-        while len(growing := self._rows_that_need_a_block(rows)) > self.block_manager.num_free:
+        while len(growing := self.block_manager.prepare_decodes(rows)) > self.block_manager.num_free:
             self.preempt(max((*self.running.values(), *self.prefilling.values()), key=attrgetter("order")))
             rows = self._ready()
         for i in growing:
@@ -131,18 +129,13 @@ class Scheduler:
         Rows with long contexts come first. The short rows at the end help to balance the load of attention. Sequences
         of equal length stay in the order in which they began to decode.
         """
-        ready = [
-            seq for seq in self.running.values() if seq.num_tokens < seq.token_limit and not seq.pauses_after_token
-        ]
+        ready = [seq for seq in self.running.values() if seq.num_tokens < seq.token_limit]
         ready.sort(key=attrgetter("num_tokens"), reverse=True)
-        return [
-            ScheduledSequence(seq, n := seq.num_tokens - 1, min(seq.token_limit - 1, n + 1 + seq.num_drafts))
-            for seq in ready
-        ]
+        return self.decode_rows(ready)
 
-    def _rows_that_need_a_block(self, rows: list[ScheduledSequence]) -> list[int]:
-        needs_block = self.block_manager.needs_block
-        return [i for i, (seq, _, end) in enumerate(rows) if needs_block(seq, end)]
+    def decode_rows(self, seqs: list[Sequence]) -> list[ScheduledSequence]:
+        """Return a row for each sequence, with the sequence's newest token."""
+        return [ScheduledSequence(seq, seq.num_tokens - 1, seq.num_tokens) for seq in seqs]
 
     def schedule_chunks(self, step: ScheduledStep, is_mixed: bool = False) -> None:
         """Schedule chunks of partly computed prompts and of newly admitted prompts, in order."""
@@ -150,11 +143,11 @@ class Scheduler:
         if is_mixed:
             seqs = (*self.prefilling.values(), *islice(self.waiting, MAX_COUNTED_PROMPTS))
             num_left = sum(seq.num_tokens - seq.num_computed_tokens for seq in seqs)
-            budget = self.mixed_budget.for_mixed_step(step.num_decodes * step.tokens_per_row, num_left)
+            budget = self.mixed_budget.for_mixed_step(step.num_decode_tokens, num_left)
         started = deque(sorted(self.prefilling.values(), key=attrgetter("order")))
         can_admit = True
         while budget.num_tokens >= 1:
-            first = self.waiting.first() if can_admit else None
+            first = self.waiting.next_ready() if can_admit else None
             if started and (first is None or started[0].order < first.order):
                 seq = started.popleft()
             elif first is None:
@@ -176,7 +169,7 @@ class Scheduler:
     def chunk_end(self, budget: TokenBudget, seq: Sequence, others_wait: bool) -> int:
         """Return where the next chunk of `seq` ends."""
         end = budget.chunk_end(seq.num_computed_tokens, seq.num_tokens, others_wait)
-        return self.block_manager.end_of_chunk(seq, end)
+        return self.block_manager.reserve_chunk(seq, end)
 
     def spend(self, budget: TokenBudget, seq: Sequence, end: int) -> TokenBudget:
         """Return the rest of `budget` after a chunk of `seq` that ends at `end`."""
@@ -189,9 +182,8 @@ class Scheduler:
         seq.num_computed_tokens = end
         self.block_manager.hash_blocks(seq, end)
         if end == seq.num_tokens:
-            is_first_token = not seq.has_sampled
             self.start_decoding(seq, step)
-            if is_first_token and seq.params.n > 1:
+            if seq.params.n > 1:
                 forks.start_others(self, seq, step)
 
     def start_decoding(self, seq: Sequence, step: ScheduledStep) -> None:
@@ -201,25 +193,21 @@ class Scheduler:
         step.add_sampled(seq)
         seq.num_tokens += 1
 
-    def num_others(self, seq: Sequence) -> int:
-        """Return how many other sequences would run if `seq` were admitted.
-
-        If `seq` is the first sequence of a new group, the rest of the group is counted as running, unless nothing runs
-        now.
-        """
-        num_running = len(self.running) + len(self.prefilling)
-        is_new_group = num_running and seq is seq.group[0] and not seq.has_sampled
-        return num_running + (len(seq.group) - 1 if is_new_group else 0)
+    @property
+    def num_running(self) -> int:
+        return len(self.running) + len(self.prefilling)
 
     def _admit(self, seq: Sequence) -> bool:
         """Admit the first waiting sequence, if the sequence fits and admission is not paused."""
-        num_running = len(self.running) + len(self.prefilling)
-        if not self.admission.may_admit(num_running) or len(seq.token_ids) < seq.num_tokens:  # its token is in flight
+        if not self.admission.may_admit(self.num_running):
             return False
-        num_others = self.num_others(seq)
+        if len(seq.token_ids) < seq.num_tokens:  # its newest token is in flight
+            return False
+        num_others = self.num_running + forks.num_later_answers(self, seq)
         # a spare block for each other sequence: all can grow once before any is preempted
-        if num_others >= self.max_num_seqs or not self.block_manager.can_allocate(seq, num_spare=num_others):
-            self.admission.pause(num_running)
+        fits = num_others < self.max_num_seqs and self.block_manager.can_allocate(seq, num_spare=num_others)
+        if not fits:
+            self.admission.pause(self.num_running)
             return False
         self.admission.resume()
         self.waiting.discard(seq)
@@ -278,7 +266,9 @@ class Scheduler:
                 forks.pause(self, seq)
                 continue
             seq.append_token(token_id)
-            if len(seq.token_ids) % block_size <= 1:  # this token or the previous one filled a block
+            # A full block enters the prefix cache when its last token is computed. If steps overlap, the next step
+            # already computes the token that arrives now. Otherwise, the last token is the one before.
+            if len(seq.token_ids) % block_size <= 1:
                 self.block_manager.hash_blocks(seq, seq.num_computed_tokens)
             if reasons := seq.finish_reasons(self.eos_token_ids, self.eos):
                 ends[seq] = reasons

@@ -57,7 +57,8 @@ class WaitingQueue:
     def push(self, seq: Sequence) -> None:
         insort(self._seqs, seq, key=attrgetter("order"))
 
-    def first(self) -> Sequence | None:
+    def next_ready(self) -> Sequence | None:
+        """Return the sequence to be admitted next, or None. A subclass first loads what the sequence needs."""
         return self._seqs[0] if self._seqs else None
 
     def __getitem__(self, index: int) -> Sequence:

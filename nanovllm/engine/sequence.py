@@ -70,7 +70,6 @@ class Sequence:
         self.num_scheduled_tokens = 0  # how many tokens the last scheduled step computes
         self.num_computed_tokens = 0  # tokens in the cache, including tokens that scheduled steps will store
         self.token_limit = self.max_num_tokens  # no step decodes the sequence once `num_tokens` reaches this
-        self.num_drafts = 0  # drafts that follow the next token; a step adds at most num_drafts + 1 tokens
         self.num_cached_tokens = 0  # found in the prefix cache when the sequence was first admitted
         self.block_table: list[int] = []
         self.window_columns: list[tuple[int, ...]] = []  # of layers with a window: see engine/window_blocks.py
@@ -166,16 +165,15 @@ class Sequence:
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
 
-    def limit_tokens(self, num_drafts: int = 0) -> None:
-        """Set the number of drafts.
+    def limit_tokens(self, num_tokens: int = 1) -> None:
+        """Set `token_limit` of a sequence that must wait for its token or for a feature's work.
 
-        After this call, a sequence with `waits_for_token` may decode `num_drafts` drafts and one more token.
+        A sequence with `waits_for_token` may get `num_tokens` tokens before the next call.
         """
-        self.num_drafts = num_drafts
         if self.awaited is not None:
             self.token_limit = self.num_tokens
         elif self.waits_for_token:
-            self.token_limit = min(len(self.token_ids) + 1 + num_drafts, self.max_num_tokens)
+            self.token_limit = min(len(self.token_ids) + num_tokens, self.max_num_tokens)
 
     def finish_reasons(self, eos_token_ids: Collection[int], eos: int) -> tuple[str, int | None] | None:
         """Return (finish reason, stop reason) if the last token ends the sequence.

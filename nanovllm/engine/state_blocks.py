@@ -116,7 +116,7 @@ class StateBlockManager(BlockManager):
         super().fork(seq, other)
         self.copies[self.num_blocks + other.req_index] = self.num_blocks + seq.req_index
 
-    def end_of_chunk(self, seq: Sequence, end: int) -> int:
+    def reserve_chunk(self, seq: Sequence, end: int) -> int:
         return min([end, *self._boundaries.get(seq, ())[-1:]])
 
     def state_row(self, seq: Sequence) -> int:
@@ -133,12 +133,12 @@ class StateBlockManager(BlockManager):
         if boundaries and seq.num_computed_tokens == boundaries[-1]:
             self._take_snapshot(seq, boundaries.pop() // self.block_size - 1)
 
-    def take_copies(self) -> dict[int, int]:
+    def begin_step(self) -> dict[int, int]:
         self.snapshots |= self._untaken
         for row in self._unused:
             self.rows.append(row)
         self._untaken, self._unused, self.rows.being_read = {}, [], set()
-        return super().take_copies()
+        return super().begin_step()
 
     def deallocate(self, seq: Sequence) -> None:
         super().deallocate(seq)

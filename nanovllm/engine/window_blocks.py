@@ -5,6 +5,7 @@ the layers among the tables.
 """
 
 from nanovllm.engine.block_manager import Block, BlockManager
+from nanovllm.engine.scheduled_step import ScheduledSequence
 from nanovllm.engine.sequence import Sequence
 
 Column = tuple[int, ...]  # one block id for each window table; all of them store the same tokens
@@ -88,22 +89,19 @@ class WindowBlockManager(BlockManager):
             self.copies.update(zip(other.window_columns[-1], seq.window_columns[num_full]))
         self._chunked.append(other)  # the last chunk of `seq` may have computed columns that `other` does not need
 
-    def needs_block(self, seq: Sequence, num_tokens: int) -> bool:
-        """Return whether `seq` needs another block.
-
-        If `seq` needs a block, first free the columns that the next token does not see.
-        """
-        needs = super().needs_block(seq, num_tokens)
-        if needs:
+    def prepare_decodes(self, rows: list[ScheduledSequence]) -> list[int]:
+        """Also free the columns that the next token of a growing row does not see."""
+        growing = super().prepare_decodes(rows)
+        for seq, _, _ in map(rows.__getitem__, growing):
             self._free_before(seq, len(seq.token_ids) - 1)
-        return needs
+        return growing
 
     def may_append(self, seq: Sequence, num_tokens: int | None = None) -> None:
         super().may_append(seq, num_tokens)
         while len(seq.window_columns) < len(seq.block_table):
             seq.window_columns.append(self._allocate_column())
 
-    def end_of_chunk(self, seq: Sequence, end: int) -> int:
+    def reserve_chunk(self, seq: Sequence, end: int) -> int:
         """Allocate the columns of a chunk. If too few blocks are free, the chunk ends earlier, or is empty."""
         self._free_before(seq, seq.num_computed_tokens)
         num_columns = len(seq.window_columns) + len(self.free_block_ids) // self.num_tables
@@ -113,12 +111,12 @@ class WindowBlockManager(BlockManager):
         self._chunked.append(seq)
         return end
 
-    def take_copies(self) -> dict[int, int]:
+    def begin_step(self) -> dict[int, int]:
         for seq in self._chunked:
             if seq in self._num_freed:
                 self._free_before(seq, min(seq.num_computed_tokens, len(seq.token_ids)))
         self._chunked.clear()
-        return super().take_copies()
+        return super().begin_step()
 
     def hash_blocks(self, seq: Sequence, num_tokens: int | None = None) -> None:
         super().hash_blocks(seq, num_tokens)

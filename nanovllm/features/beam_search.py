@@ -178,7 +178,8 @@ def beam_requests(
     for (text, token_ids, images), own_priority in zip(tokenized, as_priorities(priority, len(tokenized))):
         request_id, max_len = processor.next_request_id(), processor.max_model_len
         root = Sequence([*token_ids], sampling_params, request_id=request_id, max_len=max_len)
-        root.pauses_after_token, root.priority = True, processor.check_priority(own_priority)
+        root.pauses_after_token, root.token_limit = True, 0  # each token is computed as a chunk, not decoded
+        root.priority = processor.check_priority(own_priority)
         if images is not None:
             root.feature_state["vision"] = images
         TokenLogprobs.watch(root)

@@ -161,7 +161,7 @@ class LogprobRequest(NamedTuple):
 
 def logprob_requests(step: ScheduledStep) -> np.ndarray:
     """Return an int32 array [n, 4]: the requests for prompt tokens, then those for sampled tokens."""
-    of_prompts, first_row, k = [], step.num_decodes * step.tokens_per_row, step.tokens_per_row
+    of_prompts, first_row, k = [], step.num_decode_tokens, step.tokens_per_row
     for i, (seq, start, end) in enumerate(step.chunks):
         if (num_top := seq.params.prompt_logprobs) is not None:
             positions = range(start + 1, min(end + 1, seq.num_prompt_tokens))

@@ -53,7 +53,7 @@ class AdapterSlots:
 
 
 class AdapterQueue(WaitingQueue):
-    """A waiting queue whose `first` skips sequences that can't get a slot for their adapter.
+    """A waiting queue whose `next_ready` skips sequences that can't get a slot for their adapter.
 
     A slot is in use while a sequence with its adapter runs. While a sequence waits for a slot, later sequences may
     overtake it. At most `max_num_seqs` of these later sequences may use adapters, so a slot eventually becomes free. A
@@ -78,8 +78,8 @@ class AdapterQueue(WaitingQueue):
             if not queue:
                 del self._by_adapter[adapter]
 
-    def first(self) -> Sequence | None:
-        """Return the first sequence that can run. The sequence's adapter is stored on the devices."""
+    def next_ready(self) -> Sequence | None:
+        """Store the adapter of the first sequence that can get a slot, and return the sequence."""
         blocked: Sequence | None = None
         firsts = [queue[0] for queue in self._by_adapter.values()]
         for seq in sorted(firsts, key=attrgetter("order")):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
+from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep, StepResult
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.spec_decode.proposer import Drafts, make_proposer
@@ -78,7 +78,7 @@ def width_that_pays(drafts: list[tuple[int, float]], num_seqs: int, cost: StepCo
 class DraftingScheduler(Scheduler):
     """A scheduler that plans drafts after each step.
 
-    The plan is stored in `Sequence.num_drafts`, which the base class reads, and in `feature_state["spec_decode"]`.
+    The plan is stored in `feature_state["spec_decode"]`. A decode row contains the newest token and its drafts.
     Beams have no drafts. Sequences with token masks have only drafts from the host, because the host makes the masks.
     """
 
@@ -91,6 +91,25 @@ class DraftingScheduler(Scheduler):
         self.lost, self.paid_per_step, self.is_losing = 0.0, PAID_PER_STEP, False
         super().__init__(config, block_manager)
         self.totals["num_speculative_tokens"] = settings.num_speculative_tokens
+
+    def schedule_decodes(self, step: ScheduledStep) -> None:
+        super().schedule_decodes(step)
+        step.tokens_per_row = max(step.num_reserved, default=1)
+
+    def decode_rows(self, seqs: list[Sequence]) -> list[ScheduledSequence]:
+        if self.is_off:  # no sequence has drafts
+            return super().decode_rows(seqs)
+        rows = []
+        for seq in seqs:
+            drafts = seq.feature_state.get("spec_decode")
+            num_tokens = seq.num_tokens + (0 if drafts is None else len(drafts.token_ids))
+            rows.append(ScheduledSequence(seq, seq.num_tokens - 1, min(num_tokens, seq.token_limit - 1)))
+        return rows
+
+    def preempt(self, seq: Sequence) -> None:
+        super().preempt(seq)
+        if seq in self.paces:  # its drafts followed tokens that must be computed again
+            seq.feature_state["spec_decode"].token_ids = []
 
     def postprocess(self, step: ScheduledStep, result: StepResult) -> Collection[Sequence]:
         if result.counts is None:
@@ -223,9 +242,11 @@ class DraftingScheduler(Scheduler):
         if self.proposer.on_host:
             seq.waits_for_token = waits or "structured_outputs" in seq.feature_state
             seq.token_limit = seq.max_num_tokens
+        if seq.status is not SequenceStatus.RUNNING:
+            drafts = []
         state = seq.feature_state["spec_decode"]
         state.token_ids, state.is_behind = drafts, state.is_behind or not drafts
-        seq.limit_tokens(len(drafts) if seq.status is SequenceStatus.RUNNING else 0)
+        seq.limit_tokens(1 + len(drafts))
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         super().finish(seq, reason, stop_reason)

@@ -299,7 +299,7 @@ def use_disk_tier(engine: Engine) -> None:
     tier.start(files)
     scheduler.block_manager.salt = salt
     scheduler.totals["tiers"] = 3
-    engine.before_exit = partial(_save, engine, tier)  # type: ignore[method-assign]
+    engine.on_exit.append(partial(_save, engine, tier))
 
 
 def fingerprint(config: "Config", runner: "ModelRunner") -> str:

@@ -11,6 +11,7 @@ from time import sleep
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.block_manager import Block, BlockManager
+from nanovllm.engine.forks import num_later_answers
 from nanovllm.engine.scheduling_policy import WaitingQueue
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.state_blocks import StateBlockManager
@@ -80,7 +81,7 @@ class TieredBlockManager(BlockManager):
         self._in_copies: set[int] = set()  # ids of the blocks and states in the next step's `copies`
         self.connector.clear()
 
-    def take_copies(self) -> dict[int, int]:
+    def begin_step(self) -> dict[int, int]:
         for load in [*self.loads]:
             if self._has_ended(load):
                 self._end(load)
@@ -88,7 +89,7 @@ class TieredBlockManager(BlockManager):
         missing = [*ahead.values()][:MAX_AHEAD_PER_STEP]
         self._put(missing)
         self._stored.update(block_id for content in missing for block_id in content.block_ids)
-        copies = super().take_copies()
+        copies = super().begin_step()
         self._in_copies = {*copies, *copies.values()}
         return copies
 
@@ -433,8 +434,8 @@ class TieredWindows(TieredBlockManager, WindowBlockManager):
             self._passed.discard(column[0])
             self._stored.difference_update(column)
 
-    def end_of_chunk(self, seq: Sequence, end: int) -> int:
-        end = super().end_of_chunk(seq, end)
+    def reserve_chunk(self, seq: Sequence, end: int) -> int:
+        end = super().reserve_chunk(seq, end)
         self._flush()
         return end
 
@@ -475,7 +476,7 @@ class TieredWindows(TieredBlockManager, WindowBlockManager):
 
 
 class TieredQueue(WaitingQueue):
-    """A waiting queue. The method `first` begins loads. Sequences whose blocks are being loaded are skipped."""
+    """A waiting queue. The method `next_ready` begins loads. Sequences whose blocks are being loaded are skipped."""
 
     def __init__(self, scheduler: "Scheduler", make_queue: Callable[[], WaitingQueue]):
         """`make_queue` makes the queue of the sequences that do not wait for a load."""
@@ -502,16 +503,15 @@ class TieredQueue(WaitingQueue):
         if self._loading.pop(seq, None) is None:
             self._others.discard(seq)
 
-    def first(self) -> Sequence | None:
+    def next_ready(self) -> Sequence | None:
         for arrived in [seq for seq, load in self._loading.items() if load.has_ended]:
             del self._loading[arrived]
             self._others.push(arrived)
         scheduler, blocks = self._scheduler, self._scheduler.block_manager
         assert isinstance(blocks, TieredBlockManager)
-        num_running = len(scheduler.running) + len(scheduler.prefilling)
-        while (seq := self._others.first()) is not None:
-            num_others = scheduler.num_others(seq)
-            if num_others >= scheduler.max_num_seqs or scheduler.admission.is_on(num_running):
+        while (seq := self._others.next_ready()) is not None:
+            num_others = scheduler.num_running + num_later_answers(scheduler, seq)
+            if num_others >= scheduler.max_num_seqs or scheduler.admission.is_on(scheduler.num_running):
                 return seq  # the scheduler does not admit `seq` in this step
             if (load := blocks.fetch(seq, num_spare=num_others)) is None:
                 if not self._loading or blocks.can_allocate(seq, num_spare=num_others):
@@ -519,7 +519,7 @@ class TieredQueue(WaitingQueue):
                 break  # loads may hold the blocks that `seq` needs; returning `seq` would pause all admissions
             self._others.discard(seq)
             self._loading[seq] = load
-        if self._loading and not num_running:
+        if self._loading and not scheduler.num_running:
             sleep(IDLE_SECONDS)
         return None
 

@@ -45,7 +45,7 @@ class RequestImages(StepFeature):
         req_indices = [seq.req_index for seq in seqs]
         arrays = {"req_indices": np.array(req_indices, np.int32), "deltas": np.array(deltas, np.int32)}
         if has_images(step):
-            positions, placed, token = [], [], step.num_decodes * step.tokens_per_row
+            positions, placed, token = [], [], step.num_decode_tokens
             for seq, start, end in step.chunks:
                 if (images := images_of(seq)) is None:
                     positions.append(np.broadcast_to(np.arange(start, end, dtype=np.int32), (3, end - start)))
