@@ -92,20 +92,18 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
-def philox(counter: tuple, key: tuple, rounds: int = PHILOX_ROUNDS) -> tuple[torch.Tensor, ...]:
+@operation
+def philox(c0, c1, c2, c3, k0, k1, rounds: int = PHILOX_ROUNDS) -> tuple[torch.Tensor, ...]:
     """Compute Philox4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
-    `counter` contains four int64 tensors, and `key` contains two. All values are below 2^32. Shapes are broadcast.
+    The counter (c0 to c3) and the key (k0 and k1) are int64 tensors of values below 2^32. Shapes are broadcast.
     """
-    words = *counter, *key
-    # with hundreds of counters, NumPy takes a third of PyTorch's time; with more counters, NumPy is not slower
-    c0, c1, c2, c3, k0, k1 = (word.numpy() for word in words) if key[0].device.type == "cpu" else words
     for _ in range(rounds):
         x, y = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # modulo 2^64
         c0, c2 = (y >> 32 ^ c1 ^ k0) & _WORD, (x >> 32 ^ c3 ^ k1) & _WORD
         c1, c3 = y, x  # masked by the round that combines them, or at the end
         k0, k1 = k0 + _KEY_STEPS[0] & _WORD, k1 + _KEY_STEPS[1] & _WORD
-    return torch.broadcast_tensors(*map(torch.as_tensor, (c0, c1 & _WORD, c2, c3 & _WORD)))
+    return c0, c1 & _WORD, c2, c3 & _WORD
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, quads: torch.Tensor) -> torch.Tensor:
@@ -116,7 +114,7 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, quads: torch.Tens
     output word `token id % 4` becomes the token's noise.
     """
     zero = torch.zeros_like(quads)
-    words = philox((quads, positions.long(), zero, zero), (seeds.long() & _WORD).unbind(-1))
+    words = philox(quads, positions.long(), zero, zero, *(seeds.long() & _WORD).unbind(-1))
     # in (0, 1); small numbers, which become large noise, are not rounded
     uniform = torch.stack(words, dim=-1).float().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
