@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels import operation
-from nanovllm.kernels.sampling.sampling_columns import FILTERS, PHILOX_ROUNDS, column
+from nanovllm.kernels.sampling.sampling_columns import PHILOX_ROUNDS, column
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 
@@ -151,7 +151,6 @@ def token_keys(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 _LEAST_LIKELY = torch.tensor(-torch.inf, dtype=torch.float32, device="cpu"), torch.tensor(2**31 - 1, device="cpu")
-_NO_FILTERS = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float32, device="cpu").view(torch.int32)  # top_p, min_p, top_k
 KEEPS_ALL = token_keys(*_LEAST_LIKELY).item()  # no token's key is below this cutoff
 
 
@@ -183,10 +182,10 @@ def logit_cutoffs(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     `top_p`. Greedy rows and rows without filters get KEEPS_ALL.
     """
     out = torch.full((len(logits),), KEEPS_ALL, dtype=torch.int64, device=logits.device)
-    if not (rows.params[:, FILTERS] != _NO_FILTERS.to(logits.device)).any():
-        return out
     temperature, top_k, top_p, min_p = (column(rows.params, x) for x in ("temperature", "top_k", "top_p", "min_p"))
     rows_to_filter = ((temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))).nonzero().squeeze(-1)
+    if not len(rows_to_filter):
+        return out
     temperature, top_k, top_p, min_p = (x[rows_to_filter].unsqueeze(1) for x in (temperature, top_k, top_p, min_p))
     ranked, ids = logits[rows_to_filter].float().sort(dim=-1, descending=True, stable=True)
     is_kept = ranked >= ranked[:, :1] + temperature * min_p.log()
