@@ -178,14 +178,9 @@ class Config:
             raise ValueError(f"kvcache_block_size={block_size}: must be a multiple of {block_multiple} for {backend!r}")
         folder = find_model(self.model, self.revision, with_weights=self.load_format != "dummy")
         model_config = ModelConfig.read(folder, self.quantization)
-        if moe := model_config.moe:
-            model_config = replace(
-                model_config, moe=replace(moe, expert_parallel=self.expert_parallel, stacks_shared=not self.enable_lora)
-            )
-        if (hybrid := model_config.hybrid) and (name := self.mamba_ssm_cache_dtype) != "auto":
-            model_config = replace(model_config, hybrid=replace(hybrid, state_dtype=name))
-        if (vision := model_config.vision) is not None:
-            model_config = replace(model_config, vision=vision.with_settings(self))
+        for name in ("moe", "hybrid", "vision"):
+            if (part := getattr(model_config, name)) is not None:
+                model_config = replace(model_config, **{name: part.with_settings(self)})
         if self.tensor_parallel_size > 1:
             from nanovllm.distributed.division import check_divides
 

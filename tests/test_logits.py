@@ -107,7 +107,6 @@ def test_kernels_know_the_columns():
         assert len(constants) == number
         assert all(names.index(name.lower()) == i for name, i in constants.items())
     assert len({*names}) == len(names) <= WIDTH - 2
-    assert names[sampling_columns.FILTERS] == ["top_p", "min_p", "top_k"]
     assert names[sampling_columns.EDITS] == ["is_penalized", "num_biases", "num_stops", "num_bad_words"]
 
 

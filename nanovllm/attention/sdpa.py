@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.cache.kv_cache import SPAN_SIZE
+from nanovllm.kernels import operation
 from nanovllm.utils.context import Context
 
 
@@ -39,26 +40,22 @@ class SDPABackend(AttentionBackend):
         q = q.unflatten(1, (cache.k.shape[2], -1))  # [T, kv_heads, group, head_dim]
         outputs = []
         for group in context.plans[spec.window]:
-            attend = _attend_chunk if group.is_prompt else _attend_one_token
+            attend = _attend_chunk if group.is_prompt else attend_one_token
             outputs.append(attend(q[group.rows], *cache.gather(group.spans, q.dtype), group.mask, spec))
         return (torch.cat(outputs) if len(outputs) > 1 else outputs[0]).flatten(1, 2)
 
 
-def _attend_one_token(q, k, v, mask, spec) -> torch.Tensor:
-    """Attend with one query per sequence.
+@operation
+def attend_one_token(q, k, v, mask, spec) -> torch.Tensor:
+    """Attend with one query per sequence. Query heads that share keys are the rows of one matmul.
 
     q and the result are [n, kv_heads, group, head_dim]. k and v are [n, L, kv_heads, head_dim].
     """
-    # Query heads that share keys are the rows of one matmul, except two bfloat16 heads on a CPU with AMX. Computing
-    # these one by one takes 0.4 to 0.7 times as long (without AMX, 1.6 to 8 times as long).
-    singly = q.shape[2] == 2 and q.is_cpu and q.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
-    queries = q.flatten(1, 2).unsqueeze(2) if singly else q
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # [n, kv_heads, L, head_dim]
     if spec.is_special:
         mask = None if mask is None else mask.unsqueeze(1)
         return _attend_in_steps(q.unsqueeze(3), k.unsqueeze(2), v.unsqueeze(2), mask, spec).squeeze(3)
-    options = dict(attn_mask=mask, scale=spec.scale, enable_gqa=singly)
-    return F.scaled_dot_product_attention(queries, k, v, **options).reshape(q.shape)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scale)
 
 
 def _attend_chunk(q, k, v, mask, spec) -> torch.Tensor:

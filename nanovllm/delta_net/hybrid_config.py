@@ -1,11 +1,11 @@
 """Reads which layers of a model use the gated delta rule, and the sizes of their heads, from config.json."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from nanovllm.config import STATE_DTYPES
+from nanovllm.config import STATE_DTYPES, Config
 from nanovllm.delta_net.gated_delta_net import DeltaHeads
 from nanovllm.utils.checks import check_choice, check_int
 from nanovllm.utils.tensor_parallel import TensorParallel
@@ -24,6 +24,10 @@ class HybridConfig:
     is_nested: bool  # whether the decoder's weights are under `model.language_model` in the checkpoint
     unused_parts: tuple[str, ...]  # parts of the checkpoint that the engine does not use, for the log
     state_dtype: str = "float32"  # of the stored matrices
+
+    def with_settings(self, settings: Config) -> "HybridConfig":
+        dtype = settings.mamba_ssm_cache_dtype
+        return self if dtype == "auto" else replace(self, state_dtype=dtype)
 
     def more_weights(self, queries: int, keys: int) -> float:
         """Return the mean number of weights per layer beyond those of plain attention and experts.

@@ -26,6 +26,7 @@ from nanovllm.kernels.activations import Activation
 from nanovllm.layers import gated_activation as activations
 from nanovllm.layers import sampler
 from nanovllm.layers import sigmoid_gate as gates
+from nanovllm.layers.cpu_ops import philox as philox
 from nanovllm.layers.sampler import SamplingRows
 
 ROWS = 16  # rows per block of a matmul

@@ -1,7 +1,7 @@
 """Operations are functions that are defined in plain PyTorch. On some devices, kernels replace them.
 
-The definitions are next to their callers, mostly in `layers/`. A CPU runs the definitions. On CUDA, the Triton kernels
-listed in `ops.py` replace the definitions. `register_ops` adds a table of replacements for another device.
+The definitions are next to their callers, mostly in `layers/`. On CUDA, the Triton kernels listed in `ops.py` replace
+the definitions. On a CPU, `layers/cpu_ops.py` replaces a few of them. `register_ops` adds a table for another device.
 """
 
 import importlib.util
@@ -15,6 +15,7 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 
+HOMES = {"cpu": "nanovllm.layers.cpu_ops", "cuda": "nanovllm.kernels.ops"}
 _tables: dict[str, Mapping[str, Callable]] = {}  # key: the device type, followed by the variant
 # the variant of the operations that this thread uses: "", or "-invariant" (see invariant/)
 variant: ContextVar[str] = ContextVar("variant of the operations", default="")
@@ -22,13 +23,10 @@ _forget: list[Callable[[], None]] = []  # each clears the cached choices of one 
 
 
 def ops_for(device: torch.device) -> Mapping[str, Callable]:
-    """Return the replacements of operations on `device`, by operation name.
-
-    On a CPU without a variant, the mapping is empty.
-    """
+    """Return the replacements of operations on `device`, by operation name."""
     if (kind := device.type + variant.get()) not in _tables:
-        has_kernels = kind == "cuda" and importlib.util.find_spec("triton") is not None
-        _tables[kind] = vars(importlib.import_module("nanovllm.kernels.ops")) if has_kernels else {}
+        home = HOMES.get(kind) if kind != "cuda" or importlib.util.find_spec("triton") else None
+        _tables[kind] = vars(importlib.import_module(home)) if home else {}
     return _tables[kind]
 
 

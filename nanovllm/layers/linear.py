@@ -13,20 +13,7 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 @operation
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return x W^T + bias, which is [T, outputs]. x is [T, inputs], and `weight` is [outputs, inputs]."""
-    # oneDNN compiles about half a MiB of code for each number of rows; padding to a few sizes bounds that memory
-    num_padding = _padded_rows(len(x)) - len(x) if x.is_cpu and x.dtype is not torch.float32 else 0
-    if num_padding:
-        return F.linear(F.pad(x, (0, 0, 0, num_padding)), weight, bias)[: len(x)]
     return F.linear(x, weight, bias)
-
-
-def _padded_rows(num_rows: int) -> int:
-    """Round the number of rows up, if it is above 64. A number from 65 to 128 becomes a multiple of 8.
-
-    A number from 129 to 256 becomes a multiple of 16, and so on. Above 2,048, multiples of 256 are used.
-    """
-    step = 1 if num_rows <= 64 else min(256, 1 << ((num_rows - 1).bit_length() - 4))
-    return -(-num_rows // step) * step
 
 
 class LinearBase(nn.Module):

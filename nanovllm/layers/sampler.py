@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels import operation
-from nanovllm.kernels.sampling.sampling_columns import FILTERS, PHILOX_ROUNDS, column
+from nanovllm.kernels.sampling.sampling_columns import PHILOX_ROUNDS, column
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 
@@ -92,20 +92,18 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
-def philox(counter: tuple, key: tuple, rounds: int = PHILOX_ROUNDS) -> tuple[torch.Tensor, ...]:
+@operation
+def philox(c0, c1, c2, c3, k0, k1, rounds: int = PHILOX_ROUNDS) -> tuple[torch.Tensor, ...]:
     """Compute Philox4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
-    `counter` contains four int64 tensors, and `key` contains two. All values are below 2^32. Shapes are broadcast.
+    The counter (c0 to c3) and the key (k0 and k1) are int64 tensors of values below 2^32. Shapes are broadcast.
     """
-    words = *counter, *key
-    # with hundreds of counters, NumPy takes a third of PyTorch's time; with more counters, NumPy is not slower
-    c0, c1, c2, c3, k0, k1 = (word.numpy() for word in words) if key[0].device.type == "cpu" else words
     for _ in range(rounds):
         x, y = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # modulo 2^64
         c0, c2 = (y >> 32 ^ c1 ^ k0) & _WORD, (x >> 32 ^ c3 ^ k1) & _WORD
         c1, c3 = y, x  # masked by the round that combines them, or at the end
         k0, k1 = k0 + _KEY_STEPS[0] & _WORD, k1 + _KEY_STEPS[1] & _WORD
-    return torch.broadcast_tensors(*map(torch.as_tensor, (c0, c1 & _WORD, c2, c3 & _WORD)))
+    return c0, c1 & _WORD, c2, c3 & _WORD
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, quads: torch.Tensor) -> torch.Tensor:
@@ -116,7 +114,7 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, quads: torch.Tens
     output word `token id % 4` becomes the token's noise.
     """
     zero = torch.zeros_like(quads)
-    words = philox((quads, positions.long(), zero, zero), (seeds.long() & _WORD).unbind(-1))
+    words = philox(quads, positions.long(), zero, zero, *(seeds.long() & _WORD).unbind(-1))
     # in (0, 1); small numbers, which become large noise, are not rounded
     uniform = torch.stack(words, dim=-1).float().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
@@ -153,7 +151,6 @@ def token_keys(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 _LEAST_LIKELY = torch.tensor(-torch.inf, dtype=torch.float32, device="cpu"), torch.tensor(2**31 - 1, device="cpu")
-_NO_FILTERS = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float32, device="cpu").view(torch.int32)  # top_p, min_p, top_k
 KEEPS_ALL = token_keys(*_LEAST_LIKELY).item()  # no token's key is below this cutoff
 
 
@@ -185,10 +182,10 @@ def logit_cutoffs(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     `top_p`. Greedy rows and rows without filters get KEEPS_ALL.
     """
     out = torch.full((len(logits),), KEEPS_ALL, dtype=torch.int64, device=logits.device)
-    if not (rows.params[:, FILTERS] != _NO_FILTERS.to(logits.device)).any():
-        return out
     temperature, top_k, top_p, min_p = (column(rows.params, x) for x in ("temperature", "top_k", "top_p", "min_p"))
     rows_to_filter = ((temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))).nonzero().squeeze(-1)
+    if not len(rows_to_filter):
+        return out
     temperature, top_k, top_p, min_p = (x[rows_to_filter].unsqueeze(1) for x in (temperature, top_k, top_p, min_p))
     ranked, ids = logits[rows_to_filter].float().sort(dim=-1, descending=True, stable=True)
     is_kept = ranked >= ranked[:, :1] + temperature * min_p.log()

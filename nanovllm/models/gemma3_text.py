@@ -52,6 +52,7 @@ class Gemma3DecoderLayer(nn.Module):
 
 
 class Gemma3ForCausalLM(WindowsForCausalLM):
+    norm_class = ZeroCenteredRMSNorm
     may_be_nested, unused_prefixes = True, IMAGE_PREFIXES
     hidden_acts = ("gelu_pytorch_tanh",)
     # transformers' defaults
@@ -76,7 +77,6 @@ class Gemma3ForCausalLM(WindowsForCausalLM):
             config.hidden_size**0.5, dtype=config.dtype, device="cpu"
         ).item()  # rounded as in transformers
         self.model.embed_tokens = ScaledEmbedding(self.model.embed_tokens, factor)
-        self.model.norm = ZeroCenteredRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     @classmethod
     def make_layer(cls, config: ModelConfig, layer_index: int, rotary_emb: RotaryEmbedding) -> nn.Module:

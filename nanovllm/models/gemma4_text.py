@@ -51,6 +51,7 @@ class SharedCacheAttention(Gemma4Attention):
 
 
 class Gemma4ForCausalLM(Gemma3ForCausalLM):
+    norm_class = RMSNorm
     # transformers' defaults
     defaults: ClassVar = Gemma3ForCausalLM.defaults | {
         "vocab_size": 262144,
@@ -67,7 +68,6 @@ class Gemma4ForCausalLM(Gemma3ForCausalLM):
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         more, layers = config.details.more, self.model.layers
-        self.model.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         rotary_emb = RotaryEmbedding(*more.rope, config.max_position_embeddings)
         for i, (layer, size, source) in enumerate(zip(layers, config.details.sizes, more.sources)):
             layer.self_attn.attn = layers[source].self_attn.attn

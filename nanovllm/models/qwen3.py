@@ -15,7 +15,7 @@ from torch import nn
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.layernorm import RMSNorm, add_and_norm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models import ModelConfig
@@ -75,10 +75,7 @@ class Qwen3DecoderLayer(nn.Module):
 
         `residual` is None in the first layer. The next layer may overwrite the returned residual.
         """
-        if residual is None:
-            hidden_states, residual = self.input_layernorm(hidden_states), hidden_states
-        else:
-            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states, residual = add_and_norm(self.input_layernorm, hidden_states, residual)
         hidden_states = self.self_attn(positions, hidden_states)
         hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
         return self.mlp(hidden_states), residual
@@ -101,6 +98,7 @@ class Qwen3Model(nn.Module):
 
 
 class Qwen3ForCausalLM(nn.Module):
+    norm_class: ClassVar[type[nn.Module]] = RMSNorm  # of the last norm
     hidden_acts: ClassVar = ("silu",)  # supported values of `hidden_act` in config.json
     # a checkpoint's module -> (the merged module that holds it, its shard id there)
     packed_modules_mapping: ClassVar = {
@@ -116,7 +114,7 @@ class Qwen3ForCausalLM(nn.Module):
         self.config = config
         rotary_emb = RotaryEmbedding(config.rope_inv_freq, config.rope_scale, config.max_position_embeddings)
         layers = [self.make_layer(config, i, rotary_emb) for i in range(config.num_hidden_layers)]
-        self.model = Qwen3Model(config, layers, RMSNorm(config.hidden_size, config.rms_norm_eps))
+        self.model = Qwen3Model(config, layers, self.norm_class(config.hidden_size, config.rms_norm_eps))
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight

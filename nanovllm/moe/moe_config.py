@@ -1,8 +1,12 @@
 """The configuration of a mixture of experts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from nanovllm.kernels.activations import SWIGLU, Activation
+
+if TYPE_CHECKING:
+    from nanovllm.config import Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,9 @@ class MoEConfig:
     # whether outputs of gate and up alternate in a checkpoint's stacks; stacks of weights that are not quantized are
     # then [experts, inputs, outputs]
     alternates: bool = False
+
+    def with_settings(self, settings: "Config") -> "MoEConfig":
+        return replace(self, expert_parallel=settings.expert_parallel, stacks_shared=not settings.enable_lora)
 
     @property
     def weights_per_input(self) -> int:

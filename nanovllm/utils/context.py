@@ -62,18 +62,3 @@ def attention_context(context: Context) -> Iterator[None]:
         yield
     finally:
         reset_context()
-
-
-def of_tokens(of_requests: torch.Tensor) -> torch.Tensor:
-    """Return a tensor [T] that contains, for each token of this thread's step, the value of the token's request.
-
-    `of_requests` [requests] contains the value of each request. Padding gets an arbitrary value.
-    """
-    context = get_context()
-    values = of_requests[context.state_rows[1].long()]
-    num_tokens = len(context.slot_mapping)
-    if context.is_prefill:
-        tokens = torch.arange(num_tokens, dtype=torch.int32, device=values.device)
-        rows = torch.searchsorted(context.cu_seqlens_q[1:], tokens, right=True)
-        return values[rows.clamp_max(len(values) - 1)]  # tokens after the last row are padding
-    return values.repeat_interleave(num_tokens // len(values)) if len(values) < num_tokens else values

@@ -1,6 +1,6 @@
 """Loads a model's tokenizer and weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,41 +130,27 @@ def load_model(
     if a shape is wrong, a dtype is not floating point, or a value is NaN or infinite. If a file is broken or missing,
     raises a ValueError or FileNotFoundError that names it.
     """
-    if quantization := model.config.quantization:
-        quantization.prepare(model, device)
+    if model.config.quantization:
+        model.config.quantization.prepare(model, device)
     if load_format == "dummy":
         load_dummy(model, weight_loaders(model))
         return
-    files = find_tensors(folder, FLOAT_DTYPES + (quantization.dtypes if quantization else ()))
-    own_names = {name: text_name(name) if getattr(model, "may_be_nested", False) else name for name in files}
-    if "embed_tokens.weight" in own_names:  # a base model, which was saved without its head
-        own_names = {name: f"model.{name}" for name in files}
-    if quantization:
-        own_names = {stored: quantization.own_name(name) for stored, name in own_names.items()}
-    stored_names = {name: stored for stored, name in own_names.items()}
-    files = {name: files[stored] for name, stored in stored_names.items()}
-    if model.config.tie_word_embeddings and HEAD in files:
-        from nanovllm.utils.tied_head import untie_other_head
-
-        untie_other_head(model, files, stored_names)
-    loaders = weight_loaders(model)
-    if model.config.moe:
-        split_experts(loaders, model, files)
-    files = {name: file for name, file in files.items() if not is_unused(model, name)}
-    if quantization:
-        quantization.adapt(loaders, files)
-    if files.keys() != loaders.keys():
-        raise other_tensors(folder, files.keys(), loaders.keys())
+    tensors = find_model_tensors(model, folder)
+    loaders = loaders_for(model, tensors)
+    if tensors.keys() != loaders.keys():
+        raise other_tensors(folder, tensors.keys(), loaders.keys())
     bounds = {}  # the least and greatest element of each tensor
-    in_order = sorted(set(files.values()))
+    in_order = sorted({tensor.file for tensor in tensors.values()})
     if show_progress and len(in_order) > 1:
         in_order = with_bar(in_order, desc="Loading weights", unit=" files", delay=BAR_DELAY, leave=False)
     for file in in_order:
-        with open_safetensors(file, device) as tensors:
-            for name in (name for name, holder in files.items() if holder == file):
+        with open_safetensors(file, device) as content:
+            for name, stored in tensors.items():
+                if stored.file != file:
+                    continue
                 load, shard_id = loaders[name]
                 try:
-                    filled = load(tensors.get_slice(stored_names[name]), *shard_id)
+                    filled = load(content.get_slice(stored.name), *shard_id)
                 except ValueError as error:
                     raise ValueError(f"{folder}: {name}: {error}") from error
                 if filled is not None:
@@ -172,6 +158,36 @@ def load_model(
     are_finite = torch.stack([*bounds.values()]).isfinite().all(1).tolist()  # the only wait for the device
     if broken := sorted(name for name, is_finite in zip(bounds, are_finite) if not is_finite):
         raise bad_tensors(folder, broken, f"are NaN or infinite in {bounds[broken[0]].dtype}")
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a checkpoint."""
+
+    file: Path
+    name: str  # in the file
+
+
+def find_model_tensors(model: nn.Module, folder: Path) -> dict[str, StoredTensor]:
+    """Return the checkpoint's tensors, by their names in `model`. Tensors that the model ignores are left out.
+
+    A head that should be tied to the embedding, but is stored and differs from it, becomes a weight of its own.
+    """
+    quantization = model.config.quantization
+    files = find_tensors(folder, FLOAT_DTYPES + (quantization.dtypes if quantization else ()))
+
+    def own_name(name: str) -> str:
+        if "embed_tokens.weight" in files:  # a base model, which was saved without its head
+            name = f"model.{name}"
+        elif getattr(model, "may_be_nested", False):
+            name = text_name(name)
+        return quantization.own_name(name) if quantization else name
+
+    tensors = {own_name(name): StoredTensor(file, name) for name, file in files.items()}
+    if model.config.tie_word_embeddings and HEAD in tensors:
+        from nanovllm.utils.tied_head import untie_other_head
+
+        untie_other_head(model, tensors)
+    return {name: tensor for name, tensor in tensors.items() if not is_unused(model, name)}
 
 
 def is_unused(model: nn.Module, name: str) -> bool:
@@ -214,6 +230,16 @@ def open_safetensors(file: Path, device: torch.device | str = "cpu"):
         return safe_open(file, framework="pt", device=str(device))
     except SafetensorError as error:
         raise broken_file(file, f"is not a complete safetensors file ({error})") from error
+
+
+def loaders_for(model: nn.Module, stored: Collection[str]) -> dict[str, tuple[Callable, list[Any]]]:
+    """Return `weight_loaders` for a checkpoint that contains the tensors `stored`."""
+    loaders = weight_loaders(model)
+    if model.config.moe:
+        split_experts(loaders, model, stored)
+    if model.config.quantization:
+        model.config.quantization.adapt(loaders, stored)
+    return loaders
 
 
 def weight_loaders(model: nn.Module) -> dict[str, tuple[Callable, list[Any]]]:

@@ -38,7 +38,6 @@ def column_index(name: str) -> int:
     return [*COLUMNS].index(name)
 
 
-FILTERS = slice(column_index("top_p"), column_index("top_k") + 1)
 # apart from masks, `penalize` has work to do only if one of these columns is not 0
 EDITS = slice(column_index("is_penalized"), column_index("num_bad_words") + 1)
 

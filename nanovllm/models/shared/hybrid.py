@@ -109,6 +109,7 @@ class HybridLayer(nn.Module):
 
 
 class HybridForCausalLM(Qwen3ForCausalLM):
+    norm_class = ZeroCenteredRMSNorm
     layer_types = LAYER_TYPES
     unused_prefixes = (TOWER_PREFIX, "mtp.")
     # transformers' defaults
@@ -125,7 +126,6 @@ class HybridForCausalLM(Qwen3ForCausalLM):
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
-        self.model.norm = ZeroCenteredRMSNorm(config.hidden_size, config.rms_norm_eps)
         if config.hybrid.is_nested:
             nest(self, config)
 
