@@ -309,8 +309,6 @@ class BothRunner(BatchRunner):
             num_blocks = -(-length // self.config.kvcache_block_size)
             assert torch.equal(ours[:num_blocks], theirs[:num_blocks])
         assert other.max_context_len <= context.max_context_len
-        state_rows = context.state_rows
-        assert torch.equal(self.prepare_state_rows(step), state_rows)
         self.kinds.add(step.kind)
         hidden_states = super().run_model(input_ids, positions)
         self.expected = self.sampler_input(hidden_states, positions, step)

@@ -62,6 +62,10 @@ class StatefulForCausalLM(LlamaForCausalLM):
     def make_mlp(config, layer_index):
         return StatefulMLP(config)
 
+    @classmethod
+    def read_config(cls, raw, file):
+        return super().read_config(raw, file) | {"keeps_states": True}
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
@@ -228,7 +232,7 @@ def test_snapshots_are_bounded(make_stateful, reference):
 def test_sequences_take_the_rows_of_snapshots(make_stateful, reference, monkeypatch, async_scheduling):
     """One row is for a snapshot alone: others lie in those of sequences, of which three run, then two and one."""
     one_more = lambda runner: runner.config.resolve(num_states=runner.config.max_num_seqs + 1)
-    monkeypatch.setattr("nanovllm.engine.model_runner.fit_states", one_more)
+    monkeypatch.setattr("nanovllm.batches.batch_runner.fit_states", one_more)
     llm = make_stateful(max_num_seqs=3, async_scheduling=async_scheduling)
     rows, hits = llm.scheduler.block_manager.rows, []
     for requests in (make_requests(), make_requests()[-2:], make_requests()[-1:]):
@@ -243,6 +247,12 @@ def test_drafts_are_refused(make_stateful):
     """A state can't go back to the last token that was right, and this layer does not compute drafts again."""
     with pytest.raises(ValueError, match="method='ngram': a layer keeps a state, but no drafts"):
         make_stateful(speculative_config={"method": "ngram", "num_speculative_tokens": 2})
+
+
+def test_a_family_must_tell_that_it_keeps_states(make_stateful, monkeypatch):
+    monkeypatch.setattr(StatefulForCausalLM, "read_config", LlamaForCausalLM.read_config)
+    with pytest.raises(ValueError, match="model_type='llama': a layer keeps a state, so .* keeps_states=True"):
+        make_stateful()
 
 
 def test_unknown_layers_are_not_batch_invariant(make_stateful):

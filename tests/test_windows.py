@@ -15,10 +15,10 @@ from test_speculation import answers, drafting
 from test_states import assert_likelihoods, assert_same_as_reference, make_requests
 
 from nanovllm import BeamSearchParams, SamplingParams
+from nanovllm.batches.batch_runner import BatchRunner
 from nanovllm.benchmarks.shapes import write_shape
 from nanovllm.cache.window_tables import divide_layers
 from nanovllm.config import Config
-from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.window_blocks import WindowBlockManager
 from nanovllm.models import make_model
 from nanovllm.serve.trace import StepRecorder
@@ -176,7 +176,7 @@ def test_same_tokens_without_window_tables(make_windowed, monkeypatch, schedule,
     llm = make_windowed(**settings)
     assert llm.config.num_window_tables > 0
     found = answers(llm.generate(prompts, params, use_tqdm=False))
-    monkeypatch.setattr("nanovllm.engine.model_runner.divide_layers", lambda runner: None)
+    monkeypatch.setattr("nanovllm.batches.batch_runner.divide_layers", lambda runner: None)
     llm = make_windowed(**settings)
     assert llm.config.num_window_tables == 0 and "block_groups" not in llm.stats()
     assert answers(llm.generate(prompts, params, use_tqdm=False)) == found
@@ -230,7 +230,7 @@ def test_more_sequences_fit(tmp_path, shape, num_tables, before, after):
     """Of 32,000 tokens, in the same memory: computed from the sizes of tensors and the blocks that sequences hold."""
     write_shape(shape, tmp_path / "model")
     config = Config(str(tmp_path / "model"), load_format="dummy", device="cpu", dtype="bfloat16", max_model_len=32768)
-    runner = ModelRunner.__new__(ModelRunner)
+    runner = BatchRunner.__new__(BatchRunner)
     runner.config = config
     with torch.device("meta"):
         model = make_model(config.model_config, config.max_model_len)

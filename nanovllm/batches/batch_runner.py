@@ -9,7 +9,8 @@ import torch
 from nanovllm.batches import request_tables
 from nanovllm.batches.batch import BatchShape, DeviceBatch, HostBatch, prepare_batch, shape_of
 from nanovllm.batches.request_tables import RequestTables
-from nanovllm.cache.window_tables import place_windows
+from nanovllm.cache.state import fit_states
+from nanovllm.cache.window_tables import divide_layers, place_windows
 from nanovllm.engine.forward_output import ForwardOutput, PendingStep, SamplerInput
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduled_step import ScheduledStep
@@ -19,7 +20,7 @@ from nanovllm.utils.context import Context, attention_context
 
 
 class BatchRunner(ModelRunner):
-    """Replaces the plain ModelRunner if steps overlap, if there are several ranks, or if tokens are drafted.
+    """Replaces the plain ModelRunner in engines that need more: see `is_plain` in engine/runners.py.
 
     Sampled tokens stay on the device in RequestTables, so the next step can be queued before the host knows the tokens.
 
@@ -29,6 +30,10 @@ class BatchRunner(ModelRunner):
 
     def make_tables(self) -> None:
         config = self.config
+        if any(spec.of_states for spec in self.cache_groups):
+            fit_states(self)
+        if len(self.cache_groups) > 1:
+            divide_layers(self)
         sizes = config.max_num_seqs, config.tokens_per_row, config.max_blocks_per_seq, WIDTH
         self.tables = RequestTables.zeros(*sizes, self.device, len(config.table_views))
         self.pad_req_index = config.max_num_seqs
@@ -165,6 +170,14 @@ class BatchRunner(ModelRunner):
             req_indices = req_indices.repeat_interleave(num_rows // len(req_indices))
         params, scratch = self.tables.params.index_select(0, req_indices), self._num_finished_programs
         return SamplingRows(params, req_indices, x.positions, x.block_tables, self._cached_token_ids, scratch)
+
+    # -- the cache -----------------------------------------------------------------------------------------------------
+
+    def allocate_kv_cache(self, num_blocks: int, num_layers: int | None = None) -> None:
+        super().allocate_kv_cache(num_blocks * self.config.num_block_tables, num_layers)
+
+    def cache_bytes(self, num_blocks: int) -> int:
+        return super().cache_bytes(num_blocks * self.config.num_block_tables)
 
     def exit(self) -> None:
         self.tables = None

@@ -6,15 +6,13 @@ a window may store more or fewer bytes per token than layers without a window. A
 layers of the smaller kind in place of one layer of the larger kind. The code in engine/window_blocks.py frees blocks.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from nanovllm.cache.kv_cache import AttentionSpec, cache_type
-from nanovllm.utils.context import get_context
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
@@ -110,23 +108,6 @@ def view_tables(views: tuple[TableView, ...], columns: Any, block_table: Any) ->
         seen = block_table if table < 0 else [column[table] for column in columns]
         row[: len(seen)] = np.array(seen, np.int32) * factor + offset
     return ids
-
-
-def set_window_contexts(rows: Iterable[Any], config: "Config", int_tensor: Any) -> None:
-    """Set the step's context for each of `Config.table_views`. `rows` contains (sequence, start, end) for each row."""
-    rows, context, block_size = [*rows], get_context(), config.kvcache_block_size
-    tables_of_rows = [view_tables(config.table_views, seq.window_columns, seq.block_table) for seq, _, _ in rows]
-    for t in range(len(config.table_views)):
-        tables = [tables[t].tolist() for tables in tables_of_rows]
-        slots = [
-            table[i // block_size] * block_size + i % block_size
-            for table, (_, start, end) in zip(tables, rows)
-            for i in range(start, end)
-        ]
-        width = max(map(len, tables))
-        padded = int_tensor([table + [0] * (width - len(table)) for table in tables])
-        of_table = replace(context, slot_mapping=int_tensor(slots), block_tables=padded, plans={}, window_contexts=[])
-        context.window_contexts.append(of_table)
 
 
 def place_windows(tables: Any, batch: Any, block_size: int) -> None:

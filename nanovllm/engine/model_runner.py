@@ -13,8 +13,6 @@ from nanovllm.attention import backend_class
 from nanovllm.attention.base import backend_for
 from nanovllm.cache.block_copies import copy_blocks
 from nanovllm.cache.kv_cache import AttentionSpec
-from nanovllm.cache.state import fit_states
-from nanovllm.cache.window_tables import divide_layers, set_window_contexts
 from nanovllm.config import Config
 from nanovllm.engine.features import FEATURES, Arrays, StepFeature
 from nanovllm.engine.forward_output import ForwardOutput, PendingStep, SamplerInput
@@ -70,10 +68,6 @@ class ModelRunner:
             if isinstance(layer, Attention):
                 layer.backend = self.backend
                 self.backend.set_head_shape(layer.num_heads // layer.num_kv_heads, layer.head_dim, config.dtype)
-        if any(spec.of_states for spec in self.cache_groups):
-            fit_states(self)
-        if len(self.cache_groups) > 1:
-            divide_layers(self)
         self.caches: dict[Any, list[torch.Tensor]] = {}  # tensors by spec
         self.sampler = Sampler(self.tp, self.model.lm_head.first_id)
         model = config.model_config
@@ -86,7 +80,10 @@ class ModelRunner:
         self.warm_up(part_done)
 
     def make_tables(self) -> None:
-        """Allocate per-request tables on the device. Subclasses may override this."""
+        """Allocate per-request tables on the device. Subclasses may override this.
+
+        The model is loaded, and `cache_groups` contains its layers. No memory of the cache is allocated yet.
+        """
 
     def warm_up(self, part_done: Callable[[str], None]) -> None:
         """Choose the cache's size, allocate the cache, and prepare the device for the first step."""
@@ -156,10 +153,6 @@ class ModelRunner:
                     input_ids, positions = self.prepare_prefill(rows, step.num_decodes)
                 else:
                     input_ids, positions = self.prepare_decode(rows)
-                if self.config.num_window_tables:
-                    set_window_contexts(rows, self.config, self.int_tensor)
-                if self.config.num_states or self.config.enable_lora:
-                    get_context().state_rows = self.prepare_state_rows(step)
                 hidden_states = self.run_model(input_ids, positions)
                 sampler_input = self.sampler_input(hidden_states, positions, step)
             finally:
@@ -223,11 +216,6 @@ class ModelRunner:
         """Return an int32 tensor [B, W]: the cache block ids of each sequence, padded with zeros."""
         width = max(len(seq.block_table) for seq in seqs)
         return self.int_tensor([seq.block_table + [0] * (width - len(seq.block_table)) for seq in seqs])
-
-    def prepare_state_rows(self, step: ScheduledStep) -> torch.Tensor:
-        """Return an int32 tensor [2, B]: for each row, the indices of the state to read and of the state to write."""
-        written = [seq.req_index for seq, _, _ in step.rows]
-        return self.int_tensor([written[: step.num_decodes] + step.state_rows, written])
 
     def prepare_sample(self, seqs: list[Sequence]) -> torch.Tensor:
         """Return the temperatures as a float32 tensor [S]. A temperature of 0 means greedy sampling."""
@@ -348,7 +336,6 @@ class ModelRunner:
         If `num_layers` is 1, all layers of a group share one part. This is enough for steps whose results do not
         matter.
         """
-        num_blocks *= self.config.num_block_tables
         for spec, layers in self.cache_groups.items():
             # zeros, because attention multiplies masked slots by 0, and a NaN there would spread
             tensors = spec.tensors(num_layers or len(layers), num_blocks, self.config)
@@ -366,7 +353,6 @@ class ModelRunner:
         return torch.from_numpy(np.zeros(like.nbytes, np.uint8)).view(like.dtype).view(like.shape).to(self.device)
 
     def cache_bytes(self, num_blocks: int) -> int:
-        num_blocks *= self.config.num_block_tables
         groups = self.cache_groups.items()
         tensors = (x for spec, layers in groups for x in spec.tensors(len(layers), num_blocks, self.config))
         return sum(tensor.nbytes for tensor in tensors)

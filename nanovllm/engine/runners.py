@@ -12,18 +12,30 @@ RUNNERS = {"cuda": "nanovllm.cuda.runner:CUDAModelRunner"}  # device type -> mod
 
 def make_runner(config: Config, part_done: Callable[[str], None], tp: TensorParallel) -> ModelRunner:
     """Return the runner of this rank, with its model loaded."""
-    kind, takes_images = config.device_of(tp.rank).type, config.model_config.vision is not None
+    kind = config.device_of(tp.rank).type
     if config.batch_invariant:
         home = f"nanovllm.invariant.{kind}:Runner"
     elif kind in RUNNERS:
         home = RUNNERS[kind]
-    elif config.async_scheduling or tp.size > 1 or config.tokens_per_row > 1 or config.pooling or takes_images:
-        home = "nanovllm.batches.batch_runner:BatchRunner"
-    else:
+    elif is_plain(config):
         return ModelRunner(config, part_done, tp)
+    else:
+        home = "nanovllm.batches.batch_runner:BatchRunner"
     runner = resolve_name(home)
     if config.pooling:
         runner = resolve_name("nanovllm.pooling.pooling_runner:pooling_runner")(runner)
-    if takes_images:
+    if config.model_config.vision:
         runner = resolve_name("nanovllm.vision.vision_runner:vision_runner")(runner)
     return runner(config, part_done, tp)
+
+
+def is_plain(config: Config) -> bool:
+    """Return whether the plain ModelRunner can compute the engine's steps.
+
+    It computes one step at a time, on one rank. It samples one token per sequence, and keeps only keys and values, in
+    one block table.
+    """
+    model = config.model_config
+    overlaps = config.async_scheduling or config.tensor_parallel_size > 1
+    needs_tables = config.tokens_per_row > 1 or model.keeps_states or model.max_table_views or config.enable_lora
+    return not (overlaps or needs_tables or config.pooling or model.vision)

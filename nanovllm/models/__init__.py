@@ -91,7 +91,8 @@ class ModelConfig:
     moe: Any = None  # MoEConfig of moe/, if there are layers with a mixture of experts
     attention_fraction: float = 1.0  # the fraction of layers that attend to all tokens
     max_table_views: int = 0  # an upper bound of the number of `Config.table_views`
-    hybrid: Any = None  # HybridConfig of delta_net/, if there are layers that keep a state
+    keeps_states: bool = False  # whether there are layers that keep a state: see cache/state.py
+    hybrid: Any = None  # HybridConfig, if these layers are those of delta_net/
     vision: Any = None  # VisionConfig of vision/, if the engine takes images
     quantization: Any = None  # weight formats of linear layers: see quantization/
     rope_long: tuple[tuple[float, ...], int] | None = None  # (`rope_inv_freq` above a length, this length)

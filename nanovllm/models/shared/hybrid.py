@@ -156,5 +156,6 @@ class HybridForCausalLM(Qwen3ForCausalLM):
         moe = {"moe": Qwen3MoeForCausalLM.read_config(raw, file)["moe"]} if "num_experts" in raw else {}
         fraction = len(hybrid.attention_layers) / hybrid.num_layers
         vision = read_vision(raw, file, image_token_id=248056, mrope_section=(11, 11, 10)) if hybrid.is_nested else None
-        fields = {"qkv_bias": bias, "o_bias": bias, "attention_fraction": fraction, "hybrid": hybrid}
+        fields = {"qkv_bias": bias, "o_bias": bias, "attention_fraction": fraction}
+        fields |= {"keeps_states": True, "hybrid": hybrid}
         return fields | moe | {"vision": vision}
