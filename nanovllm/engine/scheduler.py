@@ -203,7 +203,9 @@ class Scheduler:
             return False
         if len(seq.token_ids) < seq.num_tokens:  # its newest token is in flight
             return False
-        num_others = self.num_running + forks.num_later_answers(self, seq)
+        num_others = self.num_running
+        if len(seq.group) > 1:
+            num_others += forks.num_later_answers(self, seq)
         # a spare block for each other sequence: all can grow once before any is preempted
         fits = num_others < self.max_num_seqs and self.block_manager.can_allocate(seq, num_spare=num_others)
         if not fits:
