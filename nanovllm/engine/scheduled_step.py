@@ -103,6 +103,7 @@ class ScheduledStep:
         """Set the decode rows, before chunks are added."""
         self.decodes, self.sampled_rows = rows, [*range(len(rows))]
         self.sampled_seqs = [seq for seq, _, _ in rows]
+        self.tokens_per_row = max((end - start for _, start, end in rows), default=1)
 
     def add_sampled(self, seq: Sequence) -> None:
         """Let the step sample a token of `seq` from the step's last chunk."""

@@ -92,10 +92,6 @@ class DraftingScheduler(Scheduler):
         super().__init__(config, block_manager)
         self.totals["num_speculative_tokens"] = settings.num_speculative_tokens
 
-    def schedule_decodes(self, step: ScheduledStep) -> None:
-        super().schedule_decodes(step)
-        step.tokens_per_row = max(step.num_reserved, default=1)
-
     def decode_rows(self, seqs: list[Sequence]) -> list[ScheduledSequence]:
         if self.is_off:  # no sequence has drafts
             return super().decode_rows(seqs)
