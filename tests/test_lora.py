@@ -699,7 +699,7 @@ def test_aborted_sequences_have_not_overtaken():
     scheduler.admit()
     for number, adapter in enumerate([b, a, a, a], 1):
         scheduler.add(number, adapter)
-    assert scheduler.waiting.first().request_id == 2
+    assert scheduler.waiting.next_ready().request_id == 2
     for seq in [*scheduler.waiting][1:3]:
         scheduler.waiting.discard(seq)
     scheduler.admit()

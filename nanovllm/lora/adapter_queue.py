@@ -57,7 +57,7 @@ class AdapterQueue(WaitingQueue):
 
     A slot is in use while a sequence with its adapter runs. While a sequence waits for a slot, later sequences may
     overtake it. At most `max_num_seqs` of these later sequences may use adapters, so a slot eventually becomes free. A
-    sequence counts if it runs when `first` is called again. If it has ended by then, its slot is free.
+    sequence counts if it runs when `next_ready` is called again. If it has ended by then, its slot is free.
     """
 
     def __init__(self, scheduler: "Scheduler", slots: AdapterSlots):
