@@ -15,7 +15,7 @@ from torch import nn
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
-from nanovllm.attention.base import AttentionBackend, backend_for
+from nanovllm.attention.base import AttentionBackend, connect
 from nanovllm.attention.flash import FlashBackend
 from nanovllm.attention.sdpa import SDPABackend
 from nanovllm.attention.triton import TritonBackend
@@ -673,9 +673,9 @@ def test_next_backend_computes_what_one_cannot(caplog):
         pass
 
     model, plain = nn.ModuleList([Attention(4, 32, 0.1, 2), Attention(4, 32, 0.1, 2, window=8)]), Plain()
-    assert backend_for(model, plain, "cpu") is plain and not caplog.records
+    assert connect(model, plain, "cpu", torch.float32) is plain and not caplog.records
     model[1].sinks = nn.Parameter(torch.zeros(4))
     assert not FlashBackend.supports(model[1].cache_spec()) and FlashBackend.supports(model[0].cache_spec())
-    taken = backend_for(model, plain, "cpu")
+    taken = connect(model, plain, "cpu", torch.float32)
     assert taken is not plain
     assert f"Plain does not support this model's layers; {type(taken).__name__} takes its place" in caplog.text

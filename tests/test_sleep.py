@@ -14,12 +14,12 @@ from test_models import SMALL, make_checkpoint
 from test_rollout import GREEDY, PROMPTS, answers, bits, ranks_with_new_weights, serve  # noqa: F401  (`serve` is a fixture)
 
 from nanovllm import SamplingParams
+from nanovllm.batches.batch_runner import BatchRunner
 from nanovllm.cuda.arena import Arena
 from nanovllm.cuda.runner import CUDAModelRunner
 from nanovllm.engine import runners
 from nanovllm.engine.collector import OutputCollector
 from nanovllm.engine.engine import UnavailableError
-from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.rollout import host_tensors as host_memory
 from nanovllm.rollout import weights_of
 from nanovllm.utils import cuda_driver
@@ -374,7 +374,7 @@ def test_an_arena_that_lacks_memory(driver):
     assert len(driver.sizes) == num_ranges
 
 
-class ArenaRunner(ModelRunner):
+class ArenaRunner(BatchRunner):
     """A CPU's, whose weights and cache lie in arenas as those of a CUDAModelRunner do."""
 
     arena = CUDAModelRunner.arena

@@ -58,11 +58,19 @@ class AttentionBackend:
         raise NotImplementedError
 
 
-def backend_for(model: nn.Module, backend: AttentionBackend, device: str) -> AttentionBackend:
-    """Return the first backend that supports all layers of the model. The order is `backend`, triton, sdpa."""
-    specs = [layer.cache_spec() for layer in model.modules() if hasattr(layer, "cache_spec")]
-    specs = [spec for spec in specs if isinstance(spec, AttentionSpec)]
-    return backend if all(map(backend.supports, specs)) else _next_backend(specs, backend, device)
+def connect(model: nn.Module, backend: AttentionBackend, device: str, dtype: torch.dtype) -> AttentionBackend:
+    """Connect the attention layers of a model with the first backend that supports all of them. Return the backend.
+
+    The order is `backend`, triton, sdpa. `dtype` is the dtype of the queries.
+    """
+    specs = {layer: layer.cache_spec() for layer in model.modules() if hasattr(layer, "cache_spec")}
+    specs = {layer: spec for layer, spec in specs.items() if isinstance(spec, AttentionSpec)}
+    if not all(map(backend.supports, specs.values())):
+        backend = _next_backend([*specs.values()], backend, device)
+    for layer in specs:
+        layer.backend = backend
+        backend.set_head_shape(layer.num_heads // layer.num_kv_heads, layer.head_dim, dtype)
+    return backend
 
 
 def _next_backend(specs: list[AttentionSpec], backend: AttentionBackend, device: str) -> AttentionBackend:

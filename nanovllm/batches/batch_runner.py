@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,13 @@ class BatchRunner(ModelRunner):
     On a CPU, this class computes each step immediately. On CUDA, the subclass in cuda/runner.py queues steps and
     replays graphs.
     """
+
+    host_blocks: Any = None  # with `swap_space`: see tiers/
+    measured_ms_per_token: float | None = None  # result of `time_per_token`, if it was measured
+
+    def __init__(self, *args: Any):
+        self.sleepers: dict[str, Any] = {}  # owners of the memory that `sleep` frees, by tag: see rollout/
+        super().__init__(*args)
 
     def make_tables(self) -> None:
         config = self.config
@@ -180,5 +188,6 @@ class BatchRunner(ModelRunner):
         return super().cache_bytes(num_blocks * self.config.num_block_tables)
 
     def exit(self) -> None:
-        self.tables = None
+        self.tables = self.host_blocks = None
+        self.sleepers = {}
         super().exit()

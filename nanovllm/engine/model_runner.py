@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nanovllm.attention import backend_class
-from nanovllm.attention.base import backend_for
+from nanovllm.attention.base import AttentionBackend, connect
 from nanovllm.cache.block_copies import copy_blocks
 from nanovllm.cache.kv_cache import AttentionSpec
 from nanovllm.config import Config
@@ -19,7 +19,6 @@ from nanovllm.engine.forward_output import ForwardOutput, PendingStep, SamplerIn
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels.sampling.sampling_columns import params_rows, seeds_of, temperatures_of
-from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Sampler, SamplingRows, logit_cutoffs
 from nanovllm.models import make_model
 from nanovllm.utils.context import get_context, reset_context, set_context
@@ -50,24 +49,18 @@ class ModelRunner:
         self.config = config
         self.tp = tp
         self.device = config.device_of(tp.rank)
-        self.sleepers: dict[str, Any] = {}  # owners of the memory that `sleep` frees, by tag: see rollout/
-        self.host_blocks: Any = None  # with `swap_space`: see tiers/
-        self.measured_ms_per_token: float | None = None  # result of `time_per_token`, if it was measured
         with self.on_device():
             self._start(config, part_done)
 
     def _start(self, config: Config, part_done: Callable[[str], None]) -> None:
-        self.backend = backend_class(config.attention_backend)()
+        backend = self.make_backend()
         self.model: Any = self._load_model()
         part_done("weights")
-        self.backend = backend_for(self.model, self.backend, self.device.type)
+        self.backend = connect(self.model, backend, self.device.type, config.dtype)
         self.cache_groups: dict[Any, list[nn.Module]] = {}  # layers by the spec of their cache: see cache/state.py
         for layer in self.model.modules():
             if hasattr(layer, "cache_spec"):
                 self.cache_groups.setdefault(layer.cache_spec(), []).append(layer)
-            if isinstance(layer, Attention):
-                layer.backend = self.backend
-                self.backend.set_head_shape(layer.num_heads // layer.num_kv_heads, layer.head_dim, config.dtype)
         self.caches: dict[Any, list[torch.Tensor]] = {}  # tensors by spec
         self.sampler = Sampler(self.tp, self.model.lm_head.first_id)
         model = config.model_config
@@ -78,6 +71,9 @@ class ModelRunner:
         self.add_features(from_outside)
         self.edits_all_rows = bool(from_outside)  # these features also edit logits of requests without features
         self.warm_up(part_done)
+
+    def make_backend(self) -> AttentionBackend:
+        return backend_class(self.config.attention_backend)()
 
     def make_tables(self) -> None:
         """Allocate per-request tables on the device. Subclasses may override this.
@@ -366,6 +362,6 @@ class ModelRunner:
             layer.cache = None
         for parameter in self.model.parameters():  # a parameter and its loader refer to each other
             del parameter.weight_loader
-        self.model = self.slot_token_ids = self.host_blocks = None
-        self.cache_groups, self.caches, self.features, self.sleepers = {}, {}, {}, {}
+        self.model = self.slot_token_ids = None
+        self.cache_groups, self.caches, self.features = {}, {}, {}
         self.tp.close()

@@ -33,9 +33,10 @@ def is_plain(config: Config) -> bool:
     """Return whether the plain ModelRunner can compute the engine's steps.
 
     It computes one step at a time, on one rank. It samples one token per sequence, and keeps only keys and values, in
-    one block table.
+    one block table. Its memory is never freed by `sleep` or copied to other memory.
     """
     model = config.model_config
     overlaps = config.async_scheduling or config.tensor_parallel_size > 1
     needs_tables = config.tokens_per_row > 1 or model.keeps_states or model.max_table_views or config.enable_lora
-    return not (overlaps or needs_tables or config.pooling or model.vision)
+    moves_memory = config.enable_sleep_mode or config.swap_space
+    return not (overlaps or needs_tables or moves_memory or config.pooling or model.vision)

@@ -19,9 +19,8 @@ register_ops("cpu" + VARIANT, vars(cpu_ops))
 class Runner(BatchRunner):
     """A runner that computes each row of a step as if the step contained no other row."""
 
-    def _load_model(self) -> nn.Module:
-        self.backend = InvariantBackend()
-        return super()._load_model()
+    def make_backend(self) -> InvariantBackend:
+        return InvariantBackend()
 
     def warm_up(self, part_done: Callable[[str], None]) -> None:
         refuse_states(self, GatedDeltaNet)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
 
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.cuda.runner import CUDAModelRunner
@@ -30,12 +29,11 @@ class InvariantTritonBackend(TritonBackend):
 class Runner(CUDAModelRunner):
     """A runner that computes each row of a step with kernels whose results do not depend on other rows."""
 
-    def _load_model(self) -> nn.Module:
+    def make_backend(self) -> InvariantTritonBackend:
         check_choice("batch_invariant=True on CUDA: dtype", self.config.dtype, (torch.bfloat16, torch.float16))
         if not has_tma(self.device):  # only the matmul instructions of these GPUs give equal results in all tiles
             raise ValueError(f"batch_invariant=True: {torch.cuda.get_device_name(self.device)} is older than Hopper")
-        self.backend = InvariantTritonBackend()
-        return super()._load_model()
+        return InvariantTritonBackend()
 
     def warm_up(self, part_done: Callable[[str], None]) -> None:
         refuse_states(self, GatedDeltaNet)

@@ -12,6 +12,7 @@ from nanovllm.batches.batch import largest_batch
 from nanovllm.engine.engine import UnavailableError
 from nanovllm.moe.expert_weights import split_experts
 from nanovllm.rollout.changes import LOADING, Dropped, in_engine, refusing_requests
+from nanovllm.rollout.sleep import sleepers_of
 from nanovllm.utils.loader import (
     FLOAT_DTYPES,
     HEAD,
@@ -93,7 +94,8 @@ class WeightUpdate:
             )
         self.reason_before = reason = unavailable.get("weights")
         with refusing_requests(self.llm, "weights", LOADING):
-            if "weights" in runner.sleepers and not runner.sleepers["weights"].is_mapped:
+            sleeper = sleepers_of(runner)["weights"] if self.llm.config.enable_sleep_mode else None
+            if sleeper is not None and not sleeper.is_mapped:
                 raise UnavailableError("the weights sleep: call wake_up(tags=['weights']) before load_weights()")
             self.weights = ModelWeights(runner.model)
         if isinstance(reason, Dropped):

@@ -129,7 +129,7 @@ def open_runner(core: Engine) -> "ModelRunner":
     return core.model_runner
 
 
-def sleepers_of(runner: "ModelRunner") -> dict[str, Any]:
+def sleepers_of(runner: Any) -> dict[str, Any]:
     """Return a dict that maps each tag to the object that manages this part of a rank's memory (an `Arena` on CUDA)."""
     if not runner.sleepers:
         runner.sleepers = {"weights": HostWeights(runner.model), "kv_cache": HostCache(runner)}

@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.attention import backend_class
-from nanovllm.attention.base import backend_for
+from nanovllm.attention.base import connect
 from nanovllm.engine.features import Arrays
 from nanovllm.kernels.sampling.sampling_columns import seeds
-from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Sampler, SamplingRows, logit_cutoffs
 from nanovllm.models import make_model
 from nanovllm.spec_decode.rows import ChainShape, place_chains, slots_of
@@ -47,7 +46,7 @@ class DraftModel:
         The memory of the cache groups is allocated later.
         """
         config = runner.config
-        self.runner, self.sampler, self.backend = runner, Sampler(), backend_class(config.attention_backend)()
+        self.runner, self.sampler = runner, Sampler()
         with torch.device(runner.device):
             self.model = self.make_model().eval()
         with torch.device("cpu"):
@@ -55,11 +54,9 @@ class DraftModel:
         runner.fuse_layers(self.model)
         for parameter in self.model.parameters():
             del parameter.weight_loader  # it makes a reference cycle
-        self.backend = backend_for(self.model, self.backend, runner.device.type)
+        backend = backend_class(config.attention_backend)()
+        self.backend = connect(self.model, backend, runner.device.type, config.dtype)
         for layer in self.model.modules():
-            if isinstance(layer, Attention):
-                layer.backend = self.backend
-                self.backend.set_head_shape(layer.num_heads // layer.num_kv_heads, layer.head_dim, config.dtype)
             if hasattr(layer, "cache_spec"):
                 spec = layer.cache_spec()
                 if spec.of_states:
