@@ -78,6 +78,10 @@ class BlockManager:
         """Return statistics of the groups of layers with separate block tables, or [] if there is a single group."""
         return []
 
+    def tiers(self) -> dict[str, int]:
+        """Return the counts of the prefix cache's tiers. If the device is the only tier, the dict is empty."""
+        return {}
+
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

@@ -227,6 +227,10 @@ class Scheduler:
         seq.was_admitted = True
         seq.record_time("scheduled")
 
+    def feature_stats(self) -> dict[str, dict]:
+        """Return the entries of `LLMEngine.stats` that only engines with certain settings have."""
+        return {}
+
     def preempt(self, seq: Sequence) -> None:
         """Free the blocks of a running sequence, and queue the sequence again.
 

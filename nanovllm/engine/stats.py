@@ -1,6 +1,6 @@
 """An engine's statistics, and its one-line description."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanovllm.engine.scheduler import Scheduler
 
@@ -12,42 +12,16 @@ if TYPE_CHECKING:
 def stats_of(scheduler: Scheduler) -> dict:
     """Return the dict of `LLMEngine.stats`. If a step runs meanwhile, the counts may be of different moments."""
     totals, blocks = scheduler.totals, scheduler.block_manager
-    num_free = len(blocks.free_block_ids)
-    num_cached, groups = blocks.num_cached, blocks.groups()
-    accepted = [totals[f"accepted_{i}"] for i in range(totals["num_speculative_tokens"])]
-    drafts = {
-        "drafts": totals["drafts"],  # sequences with drafts, summed over steps
-        "draft_tokens": totals["draft_tokens"],
-        "accepted_tokens": sum(accepted),
-        "accepted_per_position": accepted,
-    }
+    num_free, num_cached = len(blocks.free_block_ids), blocks.num_cached
+    optional = scheduler.feature_stats() | {"block_groups": blocks.groups(), "tiers": blocks.tiers()}
     return {
         "requests": {"waiting": len(scheduler.waiting), "running": len(scheduler.prefilling) + len(scheduler.running)},
         "blocks": {"used": len(blocks.blocks) - num_free, "cached": num_cached, "free": num_free - num_cached},
-        **({"block_groups": groups} if groups else {}),
         "prefix_hit_rate": totals["cached_tokens"] / max(1, totals["prompt_tokens"]),
         "preemptions": scheduler.num_preemptions,
         "tokens": {"in": totals["prompt_tokens"], "out": totals["output_tokens"]},
-        **({} if scheduler.task == "generate" else {"pooled": {scheduler.task: totals["pooled_prompts"]}}),
         "steps": {kind: totals[f"{kind}_steps"] for kind in ("prefill", "decode", "mixed")},
-        **({"spec_decode": drafts} if accepted else {}),
-        **({"tiers": tiers} if (tiers := tiers_of(scheduler)) else {}),
-    }
-
-
-def tiers_of(scheduler: Scheduler) -> dict[str, int]:
-    """Return the counts of the prefix cache's tiers. If the device is the only tier, the dict is empty."""
-    totals = scheduler.totals
-    if not totals["tiers"]:
-        return {}
-    manager: Any = scheduler.block_manager
-    return {
-        "device_hits": totals["cached_tokens"] - totals["loaded_tokens"],  # in tokens of prompts
-        "host_hits": totals["loaded_tokens"],
-        "loaded_blocks": totals["loaded_blocks"],
-        "lost_copies": totals["lost_copies"],
-        **({"disk_blocks": totals["disk_blocks"]} if totals["tiers"] > 2 else {}),
-        **manager.connector.usage(),
+        **{name: counts for name, counts in optional.items() if counts},
     }
 
 

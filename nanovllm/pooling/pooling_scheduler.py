@@ -50,6 +50,9 @@ class PoolingScheduler(Scheduler):
             self._free(seq)
         return super().schedule(prompts_first=True)
 
+    def feature_stats(self) -> dict[str, dict]:
+        return {"pooled": {self.task: self.totals["pooled_prompts"]}}
+
     def preempt(self, seq: Sequence) -> None:
         if seq.key in self.running:
             self._free(seq)

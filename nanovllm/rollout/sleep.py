@@ -42,7 +42,7 @@ def sleep(llm: "LLMEngine", level: int = 1, keep_prefix_cache: bool = False) -> 
     _check_enabled(llm)
     if keep_prefix_cache and level == 2:
         raise ValueError("keep_prefix_cache=True: must be False with level=2, because new weights need a new cache")
-    if keep_prefix_cache and not llm.core.scheduler.totals["tiers"]:
+    if keep_prefix_cache and not llm.core.scheduler.block_manager.tiers():
         raise ValueError("keep_prefix_cache=True: needs swap_space, because sleep frees the device's cache")
 
     def work() -> int:

@@ -19,7 +19,6 @@ from time import perf_counter
 from nanovllm.engine.block_manager import Block
 from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.stats import tiers_of
 from nanovllm.llm import LLM
 from nanovllm.serve.frames import Frame, View
 from nanovllm.serve.page import render_page
@@ -72,7 +71,7 @@ class StepRecorder:
             "kv_cache_dtype": config.kv_cache_dtype,
             "swap_space": config.swap_space,
             "swap_dir": config.swap_dir is not None,
-            "host_rows": tiers_of(self._scheduler).get("host_rows", 0),
+            "host_rows": self._scheduler.block_manager.tiers().get("host_rows", 0),
             "max_num_seqs": config.max_num_seqs,
             "max_num_batched_tokens": config.max_num_batched_tokens,
             "takes_images": config.model_config.vision is not None,
@@ -221,7 +220,7 @@ class StepRecorder:
         counts = [*map(self._scheduler.totals.__getitem__, COUNTS), self._scheduler.num_preemptions]
         if counts != self._counts:
             frame["counts"] = self._counts = counts
-        if (now := tiers_of(self._scheduler)) and (tiers := [now.get(name, 0) for name in TIERS]) != self._tiers:
+        if (now := manager.tiers()) and (tiers := [now.get(name, 0) for name in TIERS]) != self._tiers:
             frame["tiers"] = self._tiers = tiers
         return {key: value for key, value in frame.items() if value or key in KEPT_FIELDS}
 

@@ -90,7 +90,6 @@ class DraftingScheduler(Scheduler):
         self.is_off = False  # True while too many sequences run, or drafts cost more than they gain
         self.lost, self.paid_per_step, self.is_losing = 0.0, PAID_PER_STEP, False
         super().__init__(config, block_manager)
-        self.totals["num_speculative_tokens"] = settings.num_speculative_tokens
 
     def decode_rows(self, seqs: list[Sequence]) -> list[ScheduledSequence]:
         if self.is_off:  # no sequence has drafts
@@ -243,6 +242,16 @@ class DraftingScheduler(Scheduler):
         state = seq.feature_state["spec_decode"]
         state.token_ids, state.is_behind = drafts, state.is_behind or not drafts
         seq.limit_tokens(1 + len(drafts))
+
+    def feature_stats(self) -> dict[str, dict]:
+        accepted = [self.totals[f"accepted_{i}"] for i in range(self.settings.num_speculative_tokens)]
+        counts = {
+            "drafts": self.totals["drafts"],  # sequences with drafts, summed over steps
+            "draft_tokens": self.totals["draft_tokens"],
+            "accepted_tokens": sum(accepted),
+            "accepted_per_position": accepted,
+        }
+        return {"spec_decode": counts}
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         super().finish(seq, reason, stop_reason)

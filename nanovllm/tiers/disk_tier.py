@@ -122,7 +122,8 @@ class DiskTier(HostTier):
         super().clear()
 
     def usage(self) -> dict[str, int]:
-        return super().usage() | {"disk_files": 0 if self._files is None else len(self._files)}
+        num_files = 0 if self._files is None else len(self._files)
+        return super().usage() | {"disk_blocks": self._engine.scheduler.totals["disk_blocks"], "disk_files": num_files}
 
     def save(self, contents: Iterable[CachedBlock]) -> None:
         """Write blocks to files, for at most EXIT_SECONDS. These blocks are on the device or in host memory.
@@ -298,7 +299,6 @@ def use_disk_tier(engine: Engine) -> None:
     tier = use_host_tier(engine, DiskTier)
     tier.start(files)
     scheduler.block_manager.salt = salt
-    scheduler.totals["tiers"] = 3
     engine.on_exit.append(partial(_save, engine, tier))
 
 

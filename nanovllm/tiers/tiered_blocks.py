@@ -120,6 +120,16 @@ class TieredBlockManager(BlockManager):
         self.clear_device()
         self.connector.clear()
 
+    def tiers(self) -> dict[str, int]:
+        totals = self.totals
+        return {
+            "device_hits": totals["cached_tokens"] - totals["loaded_tokens"],  # in tokens of prompts
+            "host_hits": totals["loaded_tokens"],
+            "loaded_blocks": totals["loaded_blocks"],
+            "lost_copies": totals["lost_copies"],
+            **self.connector.usage(),
+        }
+
     def clear_device(self) -> None:
         """Empty the device's prefix cache, but not the store."""
         super().clear_prefix_cache()
@@ -538,5 +548,4 @@ def use_connector(scheduler: "Scheduler", connector: Connector) -> None:
     blocks.connector, blocks.totals = connector, scheduler.totals
     replace_methods(blocks, next(form for kind, form in forms.items() if isinstance(blocks, kind)), "Tiered")
     scheduler.make_queue = partial(TieredQueue, scheduler, scheduler.make_queue)  # type: ignore[method-assign]
-    scheduler.totals["tiers"] = 2
     scheduler.reset()
