@@ -76,7 +76,7 @@ class StateSpec(NamedTuple):
         return tuple(torch.empty((1, num_layers, rows, *shape), dtype=dtype, device="meta") for shape, dtype in pairs)
 
     def make(self, parts: list[torch.Tensor], config: "Config") -> State:
-        if not config.num_states:
+        if not (config.num_states or config.model_config.keeps_states):
             name = config.model_config.model_type
             raise ValueError(f"model_type={name!r}: a layer keeps a state, so `read_config` must set keeps_states=True")
         n = len(self.shapes)
