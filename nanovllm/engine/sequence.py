@@ -48,22 +48,8 @@ class Sequence:
         priority: int = 0,
     ):
         params = params or SamplingParams()
-        self.request_id = next(_request_ids) if request_id is None else request_id
-        self.index = index  # of this answer in its request
-        self.group = [self]  # all answers to its request
-        self.priority = priority  # for scheduling policies
-        self.set_order(0)
-        self.params = params
-        self.feature_state: dict[str, Any] = {}  # by feature name: see StepFeature
-        self.columns: dict[str, float] = {}  # parameters of features, by the name of their column on the device
-        self.is_watched = False  # a feature or a caller looks at each token when it arrives
-        self.waits_for_token = False  # decode a token only when the previous one has reached the host
-        self.skips_prefix_hits = False  # compute the whole prompt
-        self.pauses_after_token = False  # pause after each token, without appending it, until resumed
-        self.is_paused = False  # no step computes the sequence, but it may hold blocks
-        self.awaited: Any = None  # a feature's Future: no step computes the sequence until it is done
-        self.noise_seed = noise_seed  # 64 bits: the seed of all random numbers of this sequence
         self.token_ids = [*token_ids]
+        self.params = params
         self.num_prompt_tokens = len(token_ids)
         self.max_num_tokens = max_len if params.max_tokens is None else min(len(token_ids) + params.max_tokens, max_len)
         self.num_tokens = len(token_ids)
@@ -72,16 +58,31 @@ class Sequence:
         self.token_limit = self.max_num_tokens  # no step decodes the sequence once `num_tokens` reaches this
         self.num_cached_tokens = 0  # found in the prefix cache when the sequence was first admitted
         self.block_table: list[int] = []
-        self.window_columns: list[tuple[int, ...]] = []  # of layers with a window: see engine/window_blocks.py
         self.block_hashes: list[int] = []  # of the full blocks of token_ids, computed when needed
         self.cache_salt = 0  # 64 bits; only sequences with equal salts share blocks
-        self.req_index = -1  # while the sequence runs, its row in the device's per-request tables
         self.status = SequenceStatus.WAITING
         self.was_admitted = False  # at least once
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None  # the stop id or string; None for the tokenizer's end-of-sequence id
+        self.req_index = -1  # while the sequence runs, its row in the device's per-request tables
+        self.noise_seed = noise_seed  # 64 bits: the seed of all random numbers of this sequence
+        self.request_id = next(_request_ids) if request_id is None else request_id
+        self.index = index  # of this answer in its request
+        self.group = [self]  # all answers to its request
+        self.priority = priority  # for scheduling policies
+        self.set_order(0)
         self.arrival = perf_counter()
         self.timing: dict[str, float] = {}  # seconds from arrival to "scheduled", "first_token" and "finished"
+        # for features
+        self.feature_state: dict[str, Any] = {}  # by feature name: see StepFeature
+        self.columns: dict[str, float] = {}  # parameters of features, by the name of their column on the device
+        self.is_watched = False  # a feature or a caller looks at each token when it arrives
+        self.waits_for_token = False  # decode a token only when the previous one has reached the host
+        self.skips_prefix_hits = False  # compute the whole prompt
+        self.pauses_after_token = False  # pause after each token, without appending it, until resumed
+        self.is_paused = False  # no step computes the sequence, but it may hold blocks
+        self.awaited: Any = None  # a feature's Future: no step computes the sequence until it is done
+        self.window_columns: list[tuple[int, ...]] = []  # of layers with a window: see engine/window_blocks.py
 
     def __len__(self) -> int:
         return self.num_tokens
