@@ -370,7 +370,7 @@ def test_first_step_in_numbers():
         found.append(" and ".join(str(seq.token_ids) for seq in step.sampled_seqs))
         ends.append(len(found))
 
-    with LLM("tiny-qwen3", device="cpu") as llm:
+    with LLM("tiny-qwen3", device="cpu", dtype="float32") as llm:
         runner = llm.core.model_runner
         watch(runner, "prepare_prefill", inputs)
         watch(runner, "prepare_decode", inputs)
