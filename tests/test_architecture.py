@@ -421,3 +421,8 @@ def test_code_lines():
     source = '"""A docstring."""\n\n# a comment\ndef f(x):\n    """More."""\n    return (\n        x\n    )\n'
     assert code_lines(source) == 4
     assert code_lines(source + 'print("""\n\n# no comment\n""")\n') == 8
+
+
+def test_no_line_is_exempt_from_the_formatter():
+    files = [*ROOT.rglob("*.py"), *Path(__file__).parent.rglob("*.py")]
+    assert len(files) > 500 and not [file for file in files if re.search("# fmt: (skip|off)", file.read_text())]

@@ -944,10 +944,10 @@ def test_tokens_that_a_grammar_names(make_llm, model_with_added_tokens):
 
 def with_many_states(number: int, num_terminals: int = 100) -> str:
     """A grammar whose masks build automata of many states; another one for each number."""
+    names = [f"T{i}" for i in range(num_terminals)]
     terminals = [f"/[a-z]*{chr(97 + (i + number) % 26)}[a-z]{{{i % 40}}}/" for i in range(num_terminals)]
-    return "\n".join([f"start: ({' | '.join(f'T{i}' for i in range(num_terminals))})+"] + [
-        f"T{i}: {terminal}" for i, terminal in enumerate(terminals)
-    ])  # fmt: skip
+    rules = [f"{name}: {terminal}" for name, terminal in zip(names, terminals)]
+    return "\n".join([f"start: ({' | '.join(names)})+", *rules])
 
 
 def new_request(llm: LLM, own: SamplingParams):
