@@ -361,6 +361,7 @@ def test_sequences_of_a_step_are_prepared_as_it_was_scheduled():
             scheduler.add(*seqs[1:])
         if i == 6:
             scheduler.preempt(seqs[0])
+            assert ScheduledSequence.of(seqs[0]) == (seqs[0], 0, len(seqs[0].token_ids))
     assert seqs[0].num_completion_tokens > 2
 
 

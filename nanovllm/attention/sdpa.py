@@ -20,7 +20,7 @@ class _Group(NamedTuple):
 
     rows: slice  # of q
     spans: torch.Tensor  # [sequences, L / SPAN_SIZE] int32: the cache spans that contain the keys and values
-    mask: torch.Tensor | None  # added to the scores; None: single queries see all keys, and a chunk's mask is causal
+    mask: torch.Tensor | None  # added to the scores; None hides no key, except that a chunk is causal
     is_prompt: bool
 
 
@@ -99,7 +99,7 @@ def _plan(context: Context, window: int | None, block_size: int, dtype: torch.dt
     """Yield the groups of a step in the order of the step's rows."""
     lengths, starts = context.context_lens.tolist(), []
     num_single = len(lengths)
-    if context.is_prefill and context.max_seqlen_q > 1:  # beams compute one token each
+    if context.is_prefill and context.max_seqlen_q > 1:  # chunks of one token are like decodes
         num_single, starts = context.num_decode_rows, context.cu_seqlens_q.tolist()
 
     # A group consists of adjacent sequences of similar length; the scheduler sorts them, the longest first. Padding

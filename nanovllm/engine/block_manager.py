@@ -66,7 +66,7 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """The number of sequences that could each get one more block."""
+        """The number of free blocks or, if a sequence grows by several at once, how many sequences can grow."""
         return len(self.free_block_ids)
 
     @property
@@ -86,7 +86,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def can_allocate(self, seq: Sequence, num_spare: int = 0) -> bool:
-        """Return whether `num_spare` blocks would stay free if `seq` and its next token, if any, got blocks."""
+        """Return whether `seq` and its next token, if any, fit, with `num_spare` blocks left free."""
         num_shared = sum(self.blocks[block_id].ref_count > 0 for block_id in self._cached_prefix(seq))
         num_blocks = self.num_blocks_for(min(seq.num_tokens + 1, seq.max_num_tokens))
         return num_blocks - num_shared + num_spare <= len(self.free_block_ids)
@@ -183,7 +183,7 @@ class BlockManager:
         for block_id in reversed(seq.block_table):
             self._release_block(block_id)
         seq.block_table = []
-        seq.num_computed_tokens = 0
+        seq.num_computed_tokens = seq.num_scheduled_tokens = 0
 
     def _release_block(self, block_id: int) -> None:
         block = self.blocks[block_id]

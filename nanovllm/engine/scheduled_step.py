@@ -27,7 +27,7 @@ class ScheduledSequence(NamedTuple):
 class ScheduledStep:
     """A step: first its decode rows, then its prefill chunks.
 
-    A decode row contains one token or, with `speculative_config`, `tokens_per_row` tokens.
+    A decode row contains one token or, with drafts, up to `tokens_per_row` tokens.
 
     decodes: the rows of the sequences that decode. If tokens are drafted, `end` is an upper bound.
     new_blocks: (index into `decodes`, column in the block table, block id) for each block that a decode row gets.
@@ -38,7 +38,7 @@ class ScheduledStep:
         one prompt share a row if they are admitted together.
     feature_names: the features that must do work on the host in this step.
     copies: target -> source, for each cache block or state that is copied before the step stores keys and values.
-    tokens_per_row: the number of tokens in every decode row, which is the maximum of `num_reserved`, and at least 1.
+    tokens_per_row: the number of tokens in the longest decode row. Without drafts, this is 1.
     scheduled_at: the value of `time.perf_counter` when scheduling began.
     """
 

@@ -29,8 +29,8 @@ class Scheduler:
     call leaves out the sequences that must wait for their tokens.
 
     The answers to one prompt (`Sequence.group`) are queued together. The first answer is admitted when all answers fit,
-    or when nothing else runs. All answers that fit can share the computed prompt. The other answers will later find the
-    prompt in the prefix cache.
+    or when nothing else runs. Answers that fit start from the first answer's blocks. The others are admitted later, and
+    find the prompt in the prefix cache.
     """
 
     make_queue: Callable[[], WaitingQueue] = WaitingQueue  # lora/ replaces it
@@ -148,15 +148,15 @@ class Scheduler:
         can_admit = True
         while budget.num_tokens >= 1:
             first = self.waiting.next_ready() if can_admit else None
-            if started and (first is None or started[0].order < first.order):
-                seq = started.popleft()
-            elif first is None:
-                break
-            elif self._admit(first):
+            if first is not None and (not started or first.order < started[0].order):
+                if not self._admit(first):
+                    can_admit = False  # nor can later sequences be admitted
+                    continue
                 seq = first
+            elif started:
+                seq = started.popleft()
             else:
-                can_admit = False  # nor can later sequences be admitted
-                continue
+                break
             others_wait = bool(started) or (can_admit and len(self.waiting) > 0)
             end = self.chunk_end(budget, seq, others_wait)
             if end == seq.num_computed_tokens:  # too few free blocks for layers with a window
@@ -273,7 +273,7 @@ class Scheduler:
                 continue
             seq.append_token(token_id)
             # A full block enters the prefix cache when its last token is computed. If steps overlap, the next step
-            # already computes the token that arrives now. Otherwise, the last token is the one before.
+            # already computes the newest token. Otherwise, only the tokens before it are computed: hence `<= 1`.
             if len(seq.token_ids) % block_size <= 1:
                 self.block_manager.hash_blocks(seq, seq.num_computed_tokens)
             if reasons := seq.finish_reasons(self.eos_token_ids, self.eos):
