@@ -674,14 +674,20 @@ def test_no_sequence_is_overtaken_forever():
     assert len(scheduler.admitted) > 30
 
 
-def test_a_sequence_overtakes_once():
-    """Although it leaves the queue twice: the second tier of the cache loads its blocks before it is admitted."""
+def with_a_blocked_sequence() -> FakeScheduler:
+    """Sequence 0 runs with the only slot; 1 waits for it, and 2 to 4 have the adapter of 0."""
     a, b = make_adapters(2)
     scheduler = FakeScheduler(num_slots=1, max_num_seqs=2)
     scheduler.add(0, a)
     scheduler.admit()
     for number, adapter in enumerate([b, a, a, a], 1):
         scheduler.add(number, adapter)
+    return scheduler
+
+
+def test_a_sequence_overtakes_once():
+    """Although it leaves the queue twice: the second tier of the cache loads its blocks before it is admitted."""
+    scheduler = with_a_blocked_sequence()
     loading = scheduler.waiting.next_ready()
     scheduler.waiting.discard(loading)
     scheduler.waiting.push(loading)
@@ -693,12 +699,7 @@ def test_a_sequence_overtakes_once():
 
 
 def test_aborted_sequences_have_not_overtaken():
-    a, b = make_adapters(2)
-    scheduler = FakeScheduler(num_slots=1, max_num_seqs=2)
-    scheduler.add(0, a)
-    scheduler.admit()
-    for number, adapter in enumerate([b, a, a, a], 1):
-        scheduler.add(number, adapter)
+    scheduler = with_a_blocked_sequence()
     assert scheduler.waiting.next_ready().request_id == 2
     for seq in [*scheduler.waiting][1:3]:
         scheduler.waiting.discard(seq)

@@ -85,11 +85,14 @@ class BlockManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def num_blocks_needed(self, seq: Sequence) -> int:
+        """Return how many blocks all tokens of `seq` and its next token, if any, need."""
+        return self.num_blocks_for(min(seq.num_tokens + 1, seq.max_num_tokens))
+
     def can_allocate(self, seq: Sequence, num_spare: int = 0) -> bool:
         """Return whether `seq` and its next token, if any, fit, with `num_spare` blocks left free."""
         num_shared = sum(self.blocks[block_id].ref_count > 0 for block_id in self._cached_prefix(seq))
-        num_blocks = self.num_blocks_for(min(seq.num_tokens + 1, seq.max_num_tokens))
-        return num_blocks - num_shared + num_spare <= len(self.free_block_ids)
+        return self.num_blocks_needed(seq) - num_shared + num_spare <= len(self.free_block_ids)
 
     def allocate(self, seq: Sequence) -> None:
         """Allocate blocks for all tokens of `seq`. Tokens in the prefix cache are treated as computed."""

@@ -197,15 +197,17 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self.running) + len(self.prefilling)
 
+    def num_others(self, seq: Sequence) -> int:
+        """Return how many other sequences would run if `seq` were admitted."""
+        return self.num_running + (forks.num_later_answers(self, seq) if len(seq.group) > 1 else 0)
+
     def _admit(self, seq: Sequence) -> bool:
         """Admit the first waiting sequence, if the sequence fits and admission is not paused."""
         if not self.admission.may_admit(self.num_running):
             return False
         if len(seq.token_ids) < seq.num_tokens:  # its newest token is in flight
             return False
-        num_others = self.num_running
-        if len(seq.group) > 1:
-            num_others += forks.num_later_answers(self, seq)
+        num_others = self.num_others(seq)
         # a spare block for each other sequence: all can grow once before any is preempted
         fits = num_others < self.max_num_seqs and self.block_manager.can_allocate(seq, num_spare=num_others)
         if not fits:

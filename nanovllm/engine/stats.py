@@ -15,7 +15,7 @@ def stats_of(scheduler: Scheduler) -> dict:
     num_free, num_cached = len(blocks.free_block_ids), blocks.num_cached
     optional = scheduler.feature_stats() | {"block_groups": blocks.groups(), "tiers": blocks.tiers()}
     return {
-        "requests": {"waiting": len(scheduler.waiting), "running": len(scheduler.prefilling) + len(scheduler.running)},
+        "requests": {"waiting": len(scheduler.waiting), "running": scheduler.num_running},
         "blocks": {"used": len(blocks.blocks) - num_free, "cached": num_cached, "free": num_free - num_cached},
         "prefix_hit_rate": totals["cached_tokens"] / max(1, totals["prompt_tokens"]),
         "preemptions": scheduler.num_preemptions,

@@ -62,7 +62,7 @@ class WindowBlockManager(BlockManager):
     def can_allocate(self, seq: Sequence, num_spare: int = 0) -> bool:
         """Return whether `seq` fits. Window tables need space for only a small chunk of the prompt at a time."""
         cached_ids = self._cached_prefix(seq)
-        num_hit, num_blocks = len(cached_ids), self.num_blocks_for(min(seq.num_tokens + 1, seq.max_num_tokens))
+        num_hit, num_blocks = len(cached_ids), self.num_blocks_needed(seq)
         hit = self._hit_columns(seq, num_hit)
         num_shared = sum(self.blocks[block_id].ref_count > 0 for block_id in cached_ids)
         num_unused = sum(self.blocks[column[0]].ref_count == 0 for column in hit)
@@ -92,7 +92,8 @@ class WindowBlockManager(BlockManager):
     def prepare_decodes(self, rows: list[ScheduledSequence]) -> list[int]:
         """Also free the columns that the next token of a growing row does not see."""
         growing = super().prepare_decodes(rows)
-        for seq, _, _ in map(rows.__getitem__, growing):
+        for i in growing:
+            seq = rows[i].seq
             self._free_before(seq, len(seq.token_ids) - 1)
         return growing
 

@@ -94,8 +94,7 @@ class WeightUpdate:
             )
         self.reason_before = reason = unavailable.get("weights")
         with refusing_requests(self.llm, "weights", LOADING):
-            sleeper = sleepers_of(runner)["weights"] if self.llm.config.enable_sleep_mode else None
-            if sleeper is not None and not sleeper.is_mapped:
+            if self.llm.config.enable_sleep_mode and not sleepers_of(runner)["weights"].is_mapped:
                 raise UnavailableError("the weights sleep: call wake_up(tags=['weights']) before load_weights()")
             self.weights = ModelWeights(runner.model)
         if isinstance(reason, Dropped):

@@ -11,7 +11,6 @@ from time import sleep
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.block_manager import Block, BlockManager
-from nanovllm.engine.forks import num_later_answers
 from nanovllm.engine.scheduling_policy import WaitingQueue
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.state_blocks import StateBlockManager
@@ -179,7 +178,7 @@ class TieredBlockManager(BlockManager):
         num_blocks = sum(block_hash >= 0 for block_hash, _ in prefix)
         self._loaded = {other: n for other, n in self._loaded.items() if not other.is_finished}  # drop aborted requests
         self._loaded[seq] = (num_blocks - len(self._cached_prefix(seq))) * self.block_size
-        num_more = max(0, self.num_blocks_for(min(seq.num_tokens + 1, seq.max_num_tokens)) - num_blocks)
+        num_more = max(0, self.num_blocks_needed(seq) - num_blocks)
         load = self._load([i for ids in on_device for i in ids or ()], missing, self._num_reserved(num_more))
         for i in in_copies:
             self.free_block_ids[i] = None
@@ -520,7 +519,7 @@ class TieredQueue(WaitingQueue):
         scheduler, blocks = self._scheduler, self._scheduler.block_manager
         assert isinstance(blocks, TieredBlockManager)
         while (seq := self._others.next_ready()) is not None:
-            num_others = scheduler.num_running + num_later_answers(scheduler, seq)
+            num_others = scheduler.num_others(seq)
             if num_others >= scheduler.max_num_seqs or scheduler.admission.is_on(scheduler.num_running):
                 return seq  # the scheduler does not admit `seq` in this step
             if (load := blocks.fetch(seq, num_spare=num_others)) is None:
