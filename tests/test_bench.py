@@ -32,15 +32,25 @@ from nanovllm.benchmarks.host import host_calls, host_requests
 from nanovllm.benchmarks.limits import Rates, least_steps, limits
 from nanovllm.benchmarks.pictures import LINE_COLORS
 from nanovllm.benchmarks.processes import seconds_since_start
-from nanovllm.benchmarks.requests import Request, by_turn, conversations, headline, in_rounds, online, other_ids
+from nanovllm.benchmarks.requests import (
+    Request,
+    by_turn,
+    conversations,
+    headline,
+    in_rounds,
+    online,
+    other_ids,
+    with_images,
+)
 from nanovllm.benchmarks.results import Result, decode_rate, drafts_since, fastest, latencies, percentile, save_results
 from nanovllm.benchmarks.servers import as_flags, cpu_times, running_server
-from nanovllm.benchmarks.shapes import SHAPE_ENTRIES, SHAPES, write_shape
-from nanovllm.benchmarks.sweeps import batches_sweep, latency_sweep
+from nanovllm.benchmarks.shapes import EXTRA_ENTRIES, SHAPE_ENTRIES, SHAPES, TOWER, write_shape
+from nanovllm.benchmarks.sweeps import batches_sweep, images_sweep, latency_sweep
 from nanovllm.benchmarks.tables import Panel
 from nanovllm.benchmarks.throughput import WORKLOADS
 from nanovllm.config import Config
 from nanovllm.models import ModelConfig, make_model
+from nanovllm.vision.tower import VisionTower
 
 ROOT = Path(__file__).parents[1]
 QWEN3_06B = ModelConfig(
@@ -247,6 +257,10 @@ def main(monkeypatch, *arguments: str) -> None:
         ),
         (("embed", "--median-output-len", "9"), ("--median-output-len", "embed", "online, conversations")),
         (("single", "--batch-sizes", "9"), ("--batch-sizes", "single", "must be one of batches")),
+        (("single", "--image-sizes", "9"), ("--image-sizes", "single", "must be one of images")),
+        (("headline,images", "--compare", "transformers"), ("--compare", "transformers", "images", "vllm only")),
+        (("headline,images", "--profile", "."), ("--profile", "images", "headline, single, prefill, batches")),
+        (("images",), ("images", "tiny-qwen3", "takes no images")),
         (("--clients", "4x8/8"), ("--clients", "headline,single,prefill", "must be http")),
         (("--shape", "gpt-2"), ("--shape", "'gpt-2'", "llama-3.1-8b")),
         (("--shape", "qwen3-8b", "--model", "tiny-qwen3"), ("--shape", "--model", "not allowed")),
@@ -307,6 +321,25 @@ def test_shapes(name, tmp_path):
         model = make_model(config, 2)
     storages = {x._cdata: x.nbytes() // p.element_size() for p in model.parameters() for x in [p.untyped_storage()]}
     assert sum(storages.values()) == NUM_PARAMETERS[name]  # a shared expert is a part of the stacks
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl-8b", "qwen3.5-9b", "qwen3.6-27b", "qwen3.5-35b-a3b"])
+def test_shapes_with_a_tower(name, tmp_path):
+    """The tower has the published size, and transformers finds the tokens of images where config.json says."""
+    write_shape(name, tmp_path / name, with_tower=True)
+    config = Config(str(tmp_path / name), device="cpu", load_format="dummy").model_config
+    if "qwen3_5" in SHAPES[name][0]:
+        pytest.importorskip("transformers.models.qwen3_5", reason="transformers 4 does not have Qwen3.5")
+    theirs, tokenizer = AutoConfig.from_pretrained(tmp_path / name), AutoTokenizer.from_pretrained(tmp_path / name)
+    assert theirs.vision_config.out_hidden_size == theirs.get_text_config().hidden_size == config.hidden_size
+    for token in ("image_pad", "video_pad", "vision_start", "vision_end"):
+        token_id = getattr(theirs, f"{token.removesuffix('_pad')}_token_id")
+        assert tokenizer.convert_tokens_to_ids(f"<|{token}|>") == token_id > 255
+    assert config.vision.image_token_id == theirs.image_token_id and config.vision.max_pixels == 2**24
+    if name == "qwen3-vl-8b":
+        with torch.device("meta"):
+            tower = VisionTower(config.vision)
+        assert sum(x.numel() for x in tower.parameters()) + NUM_PARAMETERS["qwen3-8b"] == 8_767_123_696
 
 
 # the format's arithmetic is that of FP8, or that of bfloat16; one stream is bound by bytes
@@ -997,6 +1030,69 @@ def test_batches(monkeypatch, capsys):
     assert "batch of 5: 5 requests, 40 tokens in, 20 out" in out
     rows = table(out, "output tokens per second (8 in, 4 out)")
     assert [row[0] for row in rows] == ["requests", "2", "5"] and all(float(rate) > 0 for _, rate in rows[1:])
+
+
+@pytest.fixture
+def small_tower(monkeypatch):
+    """A shape with a vision tower, for a CPU."""
+    pytest.importorskip("PIL.Image")
+    rope = {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [7, 5, 4]}
+    small = ("qwen3_vl_text", 64, 96, 3, 4, 2, 32, 600, 4096, 1e-6, 5e6, 2, False)
+    monkeypatch.setitem(SHAPES, "small", small)
+    monkeypatch.setitem(EXTRA_ENTRIES, "small", {"rope_scaling": rope})
+    tower = TOWER | dict(hidden_size=32, num_heads=2, intermediate_size=48)
+    monkeypatch.setattr("nanovllm.benchmarks.shapes.TOWER", tower)
+
+
+def test_images(monkeypatch, capsys, small_tower):
+    """Both engines get the same prompts, and one image each; texts have a tower beside them, and as many tokens."""
+    seen, prompts = {}, []
+
+    def run_vllm(model, settings, workloads):
+        prompts.extend(r.as_prompt() for runs in workloads.values() for requests in runs for r in requests if r.image)
+        seen.update(vllm_settings(model, settings))
+        return measure("vllm", lambda requests: Result(0.25), workloads, fastest)
+
+    monkeypatch.setitem(ENGINES, "vllm", run_vllm)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("nanovllm.benchmarks.arguments.find_spec", lambda *args: args == ("vllm",) or find_spec(*args))
+    monkeypatch.setattr(engines, "run_in_process", lambda function, *arguments: function(*arguments))
+    lengths = ["--max-input-len", "20", "--max-output-len", "3", "--num-seqs", "2", "--image-sizes", "64,352"]
+    main(monkeypatch, "headline,images", "--shape", "small", "--compare", "vllm", *lengths, *CPU)
+    out = capsys.readouterr().out
+    assert "headline: 2 requests" in out
+    assert "first image 64: 1 request, 24 tokens and 1 image in, 1 out" in out  # it is scaled to 64 tokens
+    assert "first text 64: 1 request, 88 tokens in, 1 out" in out and "first text 352: 1 request, 145 tokens" in out
+    assert "images 352: 2 requests, 48 tokens and 2 images in, 6 out" in out
+    header, *rows = table(out, "time to first token of a single request, ms")
+    assert " ".join(header) == "pixels of a side nanovllm image nanovllm text vllm image vllm text"
+    assert [row[0] for row in rows] == ["64", "352"] and all(row[3:] == ["250.0"] * 2 for row in rows)
+    assert all(float(ms) > 0 for row in rows for ms in row[1:])
+    assert [row[2] for row in table(out, "images per second (2 requests, 3 out)")[1:]] == ["8.0"] * 2
+    assert seen["limit_mm_per_prompt"] == {"image": 1, "video": 0} and "language_model_only" not in seen
+    images = [prompt["multi_modal_data"]["image"].tobytes() for prompt in prompts]
+    assert len({*images}) == len(images) == 2 * (11 + 2 * 2)
+    main(monkeypatch, "headline", "--shape", "small", "--compare", "vllm", "--num-seqs", "1", *lengths[:4], *CPU)
+    assert seen["language_model_only"] and "limit_mm_per_prompt" not in vllm_settings("tiny-qwen3", {"device": "cpu"})
+
+
+def test_default_images():
+    """An image of 1,024 x 1,024 pixels has 1,024 tokens; a text that is compared with it has as many."""
+    vision = SimpleNamespace(min_pixels=2**16, max_pixels=2**24, patch_size=16, merge_size=2, image_token_id=256)
+    config = SimpleNamespace(model_config=SimpleNamespace(vision=vision), device="cuda:0")
+    workloads, _ = images_sweep(make_parser().parse_args(["images", "--rounds", "2"]), config)
+    sizes = {name: (len(runs), len(runs[-1]), runs[-1][0].max_tokens) for name, runs in workloads.items()}
+    assert sizes == {"first image 1024": (11, 1, 1), "first text 1024": (11, 1, 1), "images 1024": (3, 64, 64)}
+    assert len(workloads["first text 1024"][0][0].prompt) == 24 + 1024
+
+
+def test_random_images():
+    """The same seed gives the same pixels, and text has no placeholder."""
+    pytest.importorskip("PIL.Image")
+    one, other = with_images(2, 48, 5, "a seed", image_token_id=9)
+    assert one.prompt[8] == 9 and max(one.prompt[:8] + one.prompt[9:]) < 9 and len(one.prompt) == 25
+    image = one.image.draw()
+    assert image.size == (48, 48) and image == one.image.draw() != other.image.draw()
 
 
 def test_host(monkeypatch, capsys):

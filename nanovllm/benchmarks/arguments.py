@@ -8,6 +8,7 @@
     nanovllm bench latency --model MODEL --max-model-len 32768      a single prompt; decode after long contexts
     nanovllm bench batches --model MODEL --batch-sizes 2,8,32       throughput by batch size
     nanovllm bench all,batches --model MODEL --compare vllm         several workloads in one run (or online,latency)
+    nanovllm bench headline,images --shape qwen3-vl-8b --compare vllm   texts, then prompts with images
     nanovllm bench embed --model MODEL                embeddings of long and of short texts
     nanovllm bench http --model MODEL --compare vllm  clients of an HTTP server
     nanovllm bench host                               host time of a step, on any machine
@@ -38,6 +39,11 @@ latency: first, single prompts of 16 to 32,000 tokens with one output token. Eac
     these lengths runs three times. --max-model-len and --max-input-len bound the lengths.
 batches: for each number in --batch-sizes, this number of requests with 512 input and 256 output tokens (128 and 64 on a
     CPU).
+images: first, single requests with one image of --image-sizes pixels on each side (1024; on a CPU 256), with one output
+    token. Single texts with as many tokens follow. Then --num-seqs requests with one image each (64; on a CPU 4) have
+    --max-output-len output tokens (64; on a CPU 16). A prompt has 24 tokens of text. Pixels are random, and all images
+    are different. The engines get PIL images, and all times include reading the images. Single requests and texts run
+    ten times. The model must take images. With --shape, this workload adds the published vision tower.
 embed: embeddings of 512 texts of 512 tokens, then of 10,000 texts of 30 tokens (fewer texts on a CPU). Any checkpoint
     works: nano-vllm runs with task="embed", and vLLM runs with runner="pooling".
 http: clients of `nanovllm serve`, which is started on a free port. Each client sends its next request when its previous
@@ -51,12 +57,14 @@ host: no model runs. A fake device returns random tokens immediately. One table 
 
 Runs. Each workload first runs once as a warm-up with different token ids. The warm-up of online has a quarter of the
 requests. All decode runs of latency have the same ids. After the warm-up, the workloads headline, single, prefill,
-batches and embed run --rounds times, each time with different ids. The fastest run is reported. One run is not enough,
-because vLLM with FP8 compiles kernels whenever a step has a new number of tokens, even after the warm-up. With
+batches, embed and images run --rounds times, each time with different ids. The fastest run is reported. One run is not
+enough, because vLLM with FP8 compiles kernels whenever a step has a new number of tokens, even after the warm-up. With
 --compare, each engine runs in a separate process. All settings of vLLM are its defaults, except for the model, the
-dtypes, --max-model-len, the number of GPUs and --speculative-config. If you set --max-num-seqs or
---max-num-batched-tokens, vLLM gets them too. The output lists the versions of the engines, and the environment
-variables VLLM_*. --plot FILE.svg draws the results of online, latency or batches.
+dtypes, --max-model-len, the number of GPUs and --speculative-config. If you set --max-num-seqs,
+--max-num-batched-tokens, --limit-mm-per-prompt or --mm-processor-kwargs, vLLM gets them too. In a run with the workload
+images, both engines accept one image per prompt and no videos, unless you set --limit-mm-per-prompt. If this package
+loads no vision tower, vLLM gets --language-model-only. The output lists the versions of the engines, and the
+environment variables VLLM_*. --plot FILE.svg draws the results of online, latency or batches.
 
 Random weights. With --shape, "model" in --speculative-config may also be the name of a shape, and the method "eagle3"
 needs no "model". Drafts from random weights are never accepted. To make both engines accept drafts at given rates, set
@@ -69,8 +77,8 @@ a request to its last token, divided by the number of tokens after the first. IT
 between consecutive tokens of a request. The longest gap of a request is also reported. The decode speed includes only
 tokens that arrive while all sequences of a batch decode. Percentiles are interpolated between the two nearest values,
 so p50 is the median. In online and latency, the same loop runs the steps of both engines, and vLLM has the defaults of
-its server. In http, each engine runs behind its HTTP server. The workloads headline, single, prefill and batches call
-`LLM.generate`. The workload embed calls `LLM.embed`.
+its server. In http, each engine runs behind its HTTP server. The workloads headline, single, prefill, batches and
+images call `LLM.generate`. The workload embed calls `LLM.embed`.
 
 Profiles. --profile traces a run of headline, single, prefill, batches or latency on a GPU, with at most 65 output
 tokens per request. A table shows each kind of kernel's mean time per step, in microseconds. The first row covers the
@@ -113,12 +121,13 @@ ALONE = *OTHERS, "embed"  # workloads that must be the only one of a run
 LENGTHS, MEDIANS = ("headline", "single", "latency", "batches"), ("online", "conversations")
 USED_BY = {  # the workloads that use a flag
     "max_input_len": LENGTHS,
-    "max_output_len": LENGTHS,
+    "max_output_len": (*LENGTHS, "images"),
     "prefill_len": ("prefill",),
     "request_rate": ("online",),
     "median_input_len": MEDIANS,
     "median_output_len": MEDIANS,
     "batch_sizes": ("batches",),
+    "image_sizes": ("images",),
 }
 OWN_FLAGS = "model", "seed"  # not the engine settings of the same names: `seed` is the seed of the requests
 
@@ -152,6 +161,7 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--median-output-len", type=size, help="online: median output length (160; on a CPU 40)")
     text = "batches: numbers of requests (2,8,32,128,512; on a CPU 1,4,16,64)"
     parser.add_argument("--batch-sizes", type=each(size), help=text)
+    parser.add_argument("--image-sizes", type=each(size), help="images: pixels of a side (1024; on a CPU 256)")
     text = (
         "http: rows, such as 64x256/128,512x128/128-whole,256x200/256-chat (seven of 1 to 512 clients; on a CPU four)"
     )
@@ -190,8 +200,10 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
         parser.error("--figure and --plot need matplotlib, which `pip install 'nano-vllm[plot]'` installs")
     if first in STEPPED and (missing := [engine for engine in args.compare if engine not in STEPPED_ENGINES]):
         parser.error(f"--compare {missing[0]}: --workload {first} compares with vllm only")
-    if first in ("http", "embed") and "transformers" in args.compare:
-        parser.error(f"--compare transformers: --workload {first} compares with vllm only")
+    if {"http", "embed", "images"} & {*args.workload} and "transformers" in args.compare:
+        parser.error(f"--compare transformers: --workload {names} compares with vllm only")
+    if "images" in args.workload and find_spec("PIL") is None:
+        parser.error("--workload images: needs Pillow, which `pip install 'nano-vllm[images]'` installs")
     if first != "http" and (args.clients or args.server_flags):
         parser.error(f"--clients and --server-flags: --workload {names} must be http")
     for name, users in USED_BY.items():
@@ -209,7 +221,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
         parser.error(f"--plot: --workload {names} must be one of {', '.join(SWEEPS)}")
     if args.save and not WORKLOADS.keys() & args.workload:
         parser.error(f"--save: --workload {names} must be one of all, {', '.join(WORKLOADS)}")
-    if args.profile and first in ("online", "embed", *OTHERS):
+    if args.profile and {"online", "embed", "images", *OTHERS} & {*args.workload}:
         parser.error(
             f"--profile: --workload {names} must be one of all, {', '.join([*WORKLOADS, 'batches', 'latency'])}"
         )
@@ -222,6 +234,8 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings for `LLM` that were given as flags."""
     settings = given(args, Config, skip=OWN_FLAGS) | ({"load_format": "dummy"} if args.shape else {})
+    if "images" in args.workload:
+        settings.setdefault("limit_mm_per_prompt", {"image": 1, "video": 0})
     return settings | ({"task": "embed"} if args.workload == ["embed"] else {})
 
 

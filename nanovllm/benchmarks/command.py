@@ -43,7 +43,8 @@ def _main(arguments: Sequence[str] | None, prog: str | None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         if args.shape:
             args.model = str(Path(folder) / args.shape)
-            shapes.write_shape(args.shape, Path(args.model), with_text=args.workload == ["http"])
+            with_text, with_tower = args.workload == ["http"], "images" in args.workload
+            shapes.write_shape(args.shape, Path(args.model), with_text, with_tower)
         processes.show_engine_log()
         try:  # before any engine is started
             if args.shape and (drafting := settings.get("speculative_config")) is not None:
@@ -52,6 +53,8 @@ def _main(arguments: Sequence[str] | None, prog: str | None) -> None:
             config = Config.create(args.model, settings)
         except (ValueError, TypeError, OSError) as error:
             parser.error(str(error))
+        if "images" in args.workload and config.model_config.vision is None:
+            parser.error(f"--workload images: {args.shape or args.model} takes no images with these settings")
         if args.profile and config.device == "cpu":
             parser.error(f"--profile {args.profile}: traces GPU kernels, but the device is a CPU")
         args.rounds = args.rounds or (1 if config.device == "cpu" else 2)

@@ -1,12 +1,31 @@
-"""Makes requests with random token ids, lengths and arrival times."""
+"""Makes requests with random token ids, images, lengths and arrival times."""
 
 import random
 from dataclasses import dataclass, replace
 from math import log
+from typing import Any
+
+import numpy as np
 
 TEMPERATURE = 0.6
 SIGMAS = (0.9, 0.7)  # for the log-normal lengths of prompts and of outputs
+IMAGE_TEXT = (8, 16)  # the numbers of tokens before and after an image
 SYSTEM_PROMPT = 4  # the length of the prompt that all conversations share, divided by a question's median length
+
+
+@dataclass(frozen=True)
+class RandomImage:
+    """A square image of random pixels. The side is in pixels. Other seeds give other pixels."""
+
+    side: int
+    seed: str
+
+    def draw(self) -> Any:
+        """Return a PIL image."""
+        from PIL import Image  # an optional dependency
+
+        generator = np.random.default_rng([*self.seed.encode()])
+        return Image.fromarray(generator.integers(256, size=(self.side, self.side, 3), dtype=np.uint8))
 
 
 @dataclass
@@ -16,6 +35,7 @@ class Request:
     arrival: when the request is due, in seconds from the start of the run.
     previous: the index of the conversation's previous turn, if there is one. In that case, `prompt` is appended to the
         prompt and answer of the previous turn, and `arrival` is measured from the end of that answer.
+    image: the image, if there is one. In that case, `prompt` contains the placeholder of an image once.
     """
 
     prompt: list[int]
@@ -24,6 +44,12 @@ class Request:
     top_p: float = 1.0
     arrival: float = 0.0
     previous: int | None = None
+    image: RandomImage | None = None
+
+    def as_prompt(self) -> dict[str, Any]:
+        """Return a prompt for `LLM.generate`, both of this package and of vLLM. Drawing an image takes milliseconds."""
+        images = {"multi_modal_data": {"image": self.image.draw()}} if self.image else {}
+        return {"prompt_token_ids": self.prompt, **images}
 
     def sampling_settings(self) -> dict:
         """Return arguments for `SamplingParams`, both for this package's class and for vLLM's class."""
@@ -54,6 +80,15 @@ def same_lengths(num_seqs: int, input_len: int, output_len: int, seed: int | str
     """Make requests of equal lengths. Workloads need different seeds, because prompts stay in the prefix cache."""
     rng = random.Random(seed)
     return [Request(random_ids(rng, input_len, vocab_size), output_len) for _ in range(num_seqs)]
+
+
+def with_images(num_seqs: int, side: int, output_len: int, seed: str, image_token_id: int) -> list[Request]:
+    """Make requests with one image each. The ids of the text are less than `image_token_id`."""
+    rng, requests = random.Random(seed), []
+    for i in range(num_seqs):
+        before, after = (random_ids(rng, length, image_token_id) for length in IMAGE_TEXT)
+        requests.append(Request([*before, image_token_id, *after], output_len, image=RandomImage(side, f"{seed} {i}")))
+    return requests
 
 
 def online(
@@ -134,7 +169,9 @@ def other_ids(requests: list[Request], vocab_size: int, by: int = 1) -> list[Req
 
 def describe(name: str, requests: list[Request]) -> str:
     num_input, num_output = sum(len(r.prompt) for r in requests), sum(r.max_tokens for r in requests)
-    return f"{name}: {number_of(requests)}, {num_input:,} tokens in, {num_output:,} out"
+    num_images = sum(r.image is not None for r in requests)
+    images = f" and {num_images:,} image{'s' * (num_images != 1)}" if num_images else ""
+    return f"{name}: {number_of(requests)}, {num_input - num_images:,} tokens{images} in, {num_output:,} out"
 
 
 def number_of(requests: list[Request]) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.utils.families import MODELS
+from nanovllm.vision.vision_config import PUBLISHED, TOWER
 
 # entries of config.json; SHAPES lists the published values in this order
 SHAPE_ENTRIES = (
@@ -32,7 +33,7 @@ SHAPES = {
     # with experts in MXFP4
     "gpt-oss-20b": ("gpt_oss", 2880, 2880, 24, 64, 8, 64, 201088, 131072, 1e-5, 1.5e5, 200002, False),
     "gpt-oss-120b": ("gpt_oss", 2880, 2880, 36, 64, 8, 64, 201088, 131072, 1e-5, 1.5e5, 200002, False),
-    # only the text part
+    # published together with a vision tower
     "qwen3.5-9b": ("qwen3_5_text", 4096, 12288, 32, 16, 4, 256, 248320, 262144, 1e-6, 1e7, 248044, False),
     "qwen3.6-27b": ("qwen3_5_text", 5120, 17408, 64, 24, 4, 256, 248320, 262144, 1e-6, 1e7, 248044, False),
     "qwen3-vl-8b": ("qwen3_vl_text", 4096, 12288, 36, 32, 8, 128, 151936, 262144, 1e-6, 5e6, 151645, False),
@@ -116,13 +117,21 @@ for _name in [name for name in SHAPES if name.startswith("qwen3")]:
     for _format, _config in ("fp8", FP8_CONFIG), ("w4a16", W4A16_CONFIG):
         SHAPES[f"{_name}-{_format}"] = SHAPES[_name]
         EXTRA_ENTRIES[f"{_name}-{_format}"] = EXTRA_ENTRIES.get(_name, {}) | {"quantization_config": _config}
+IMAGE_TOKENS = "image_pad", "video_pad", "vision_start", "vision_end"
+SQUARES = {"patch_size": 16, "merge_size": 2, "temporal_patch_size": 2}
+PROCESSOR = {  # vLLM needs all entries, although no workload has a video
+    "processor_class": "Qwen3VLProcessor",
+    "image_processor": {"image_processor_type": "Qwen2VLImageProcessorFast", **SQUARES, **PUBLISHED},
+    "video_processor": {"video_processor_type": "Qwen3VLVideoProcessor", **SQUARES},
+}
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 
 
-def write_shape(name: str, folder: Path, with_text: bool = False) -> None:
+def write_shape(name: str, folder: Path, with_text: bool = False, with_tower: bool = False) -> None:
     """Make a model folder without weights: a shape's config.json, and a tokenizer with one token per byte.
 
     with_text: if True, ids that are not bytes are decoded to words, because a server streams no tokens without text.
+    with_tower: if True, the model has the vision tower that is published together with the shape, if there is one.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -132,10 +141,16 @@ def write_shape(name: str, folder: Path, with_text: bool = False) -> None:
     architecture = MODELS[kind].split(":")[1]
     folder.mkdir()
     config = {"architectures": [architecture], "torch_dtype": "bfloat16", **entries}
-    if kind != entries["model_type"]:  # published together with a vision part
+    is_nested = kind != entries["model_type"]  # published together with a vision tower
+    special = [f"<|{token}|>" for token in IMAGE_TOKENS] if is_nested and with_tower else []
+    if is_nested:
         whole = architecture.replace("CausalLM", "ConditionalGeneration")
         quantized = {name: config.pop(name) for name in ("quantization_config",) if name in config}
         config = {"architectures": [whole], "model_type": kind, "text_config": config, "vision_config": {}, **quantized}
+    if special:
+        config["vision_config"] = TOWER | {"out_hidden_size": entries["hidden_size"]}
+        config |= {f"{token.removesuffix('_pad')}_token_id": 256 + i for i, token in enumerate(IMAGE_TOKENS)}
+        (folder / "processor_config.json").write_text(json.dumps(PROCESSOR))
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     if with_text:
@@ -143,6 +158,7 @@ def write_shape(name: str, folder: Path, with_text: bool = False) -> None:
     tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(characters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
     tokenizer.save(str(folder / "tokenizer.json"))
     tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))

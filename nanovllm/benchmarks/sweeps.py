@@ -1,4 +1,4 @@
-"""Makes the workloads `online`, `conversations`, `latency` and `batches`, and their tables.
+"""Makes the workloads `online`, `conversations`, `latency`, `batches` and `images`, and their tables.
 
 Each workload varies one variable.
 """
@@ -10,6 +10,7 @@ from typing import Any
 from nanovllm.benchmarks.engines.nanovllm import run_nanovllm
 from nanovllm.benchmarks.processes import progress, report, run_in_process
 from nanovllm.benchmarks.requests import (
+    IMAGE_TEXT,
     Workloads,
     by_turn,
     conversations,
@@ -18,6 +19,7 @@ from nanovllm.benchmarks.requests import (
     online,
     other_ids,
     same_lengths,
+    with_images,
 )
 from nanovllm.benchmarks.results import Result, Results, decode_rate, latency_ms
 from nanovllm.benchmarks.tables import Panel
@@ -26,6 +28,7 @@ from nanovllm.config import Config
 PROMPT_LENS = (16, 128, 512, 1024, 4000, 8000, 16000, 32000)
 CONTEXT_LENS = (100, 500, 1500, 4000, 30000)
 QUICK_SECONDS = 5.0
+FIRST_TOKENS = 10  # runs of a single request with an image
 CONVERSATIONS = "conversations"
 DECODE_SEQS = {1: "1 sequence", 8: "8 sequences"}
 
@@ -147,10 +150,37 @@ def batches_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, 
     return workloads, [Panel(title, "requests", {"": (names, lambda result: result.rate)}, log="xy", digits=0)]
 
 
+def images_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, list[Panel]]:
+    """Make the workload `images`. All requests and all runs have different images. The model must take images."""
+    vision, on_cpu = config.model_config.vision, config.device == "cpu"
+    num_seqs, output_len = args.num_seqs or (4 if on_cpu else 64), args.max_output_len or (16 if on_cpu else 64)
+    sides = args.image_sizes or [256 if on_cpu else 1024]
+    names = [{side: f"{kind} {side}" for side in sides} for kind in ("first image", "first text", "images")]
+    first, text, many = names
+    workloads = {}
+    for side in sides:
+        pixels = min(max(side**2, vision.min_pixels), vision.max_pixels)
+        num_tokens = sum(IMAGE_TEXT) + pixels // (vision.patch_size * vision.merge_size) ** 2
+        made = with_images(1 + FIRST_TOKENS, side, 1, f"{first[side]} {args.seed}", vision.image_token_id)
+        workloads[first[side]] = [[request] for request in made]
+        made = same_lengths(1 + FIRST_TOKENS, num_tokens, 1, f"{text[side]} {args.seed}", vision.image_token_id)
+        workloads[text[side]] = [[request] for request in made]
+        seeds = [f"{many[side]} {args.seed} {i}" for i in range(1 + args.rounds)]
+        workloads[many[side]] = [with_images(num_seqs, side, output_len, x, vision.image_token_id) for x in seeds]
+    milliseconds = lambda result: 1000 * result.seconds
+    firsts = {"image": (first, milliseconds), "text": (text, milliseconds)}
+    rate = {"": (many, lambda result: num_seqs / result.seconds)}
+    return workloads, [
+        Panel("time to first token of a single request, ms", "pixels of a side", firsts, digits=1),
+        Panel(f"images per second ({num_seqs} requests, {output_len} out)", "pixels of a side", rate, digits=1),
+    ]
+
+
 SWEEPS = {
     "online": online_sweep,
     CONVERSATIONS: conversations_sweep,
     "latency": latency_sweep,
     "batches": batches_sweep,
+    "images": images_sweep,
 }
 STEPPED = ("online", CONVERSATIONS, "latency")  # workloads that need the times of tokens, so they step the engines

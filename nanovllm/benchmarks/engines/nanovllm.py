@@ -24,8 +24,8 @@ def nanovllm_params(request: Request) -> SamplingParams:
     return SamplingParams(**request.sampling_settings())
 
 
-def inputs(requests: list[Request]) -> tuple[list[list[int]], list[SamplingParams]]:
-    return [r.prompt for r in requests], [nanovllm_params(r) for r in requests]
+def inputs(requests: list[Request]) -> tuple[list[dict], list[SamplingParams]]:
+    return [r.as_prompt() for r in requests], [nanovllm_params(r) for r in requests]
 
 
 class NanoVllmSteps:

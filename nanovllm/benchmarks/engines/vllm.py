@@ -12,6 +12,8 @@ from nanovllm.benchmarks.requests import Request, Workloads
 from nanovllm.benchmarks.results import Result, drafts_since, fastest, joined
 from nanovllm.config import Config
 
+# settings that vLLM gets if they are given; otherwise, it has its own defaults
+IF_GIVEN = "max_num_seqs", "max_num_batched_tokens", "limit_mm_per_prompt", "mm_processor_kwargs"
 # the keys of our `speculative_config` that have the same meaning in vLLM
 OF_DRAFTS = "method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "model", "revision"
 OF_DRAFTS += "draft_tensor_parallel_size", "synthetic_acceptance_rates"
@@ -20,15 +22,15 @@ OF_DRAFTS += "draft_tensor_parallel_size", "synthetic_acceptance_rates"
 def vllm_settings(model: str, settings: dict) -> dict:
     """Return arguments for vLLM: model, dtypes, maximum length, number of ranks, load format, host memory and drafts.
 
-    If `settings` contains `max_num_seqs` or `max_num_batched_tokens`, vLLM gets them too. All other arguments have
-    vLLM's defaults.
+    If `settings` contains settings of IF_GIVEN, vLLM gets them too. If this package loads no vision tower, vLLM loads
+    none either. All other arguments have vLLM's defaults.
     """
     config = Config.create(model, settings)
     names = ["model", "max_model_len", "tensor_parallel_size", "load_format", "quantization", "kv_cache_dtype"]
-    names += [name for name in ("max_num_seqs", "max_num_batched_tokens") if name in settings]
+    names += [name for name in IF_GIVEN if name in settings]
     arguments = {"dtype": str(config.dtype).removeprefix("torch."), **{name: getattr(config, name) for name in names}}
-    if config.model_config.hybrid and config.model_config.hybrid.is_nested:
-        arguments["language_model_only"] = True  # our shape has no vision part either
+    if config.model_config.vision is None:
+        arguments["language_model_only"] = True
     if config.task != "generate":
         arguments["runner"] = "pooling"
     if config.swap_space:
@@ -74,8 +76,8 @@ def run_vllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Resu
 
     def run(requests: list[Request]) -> Result:
         params = [SamplingParams(**r.sampling_settings(), detokenize=False) for r in requests]
+        prompts, show = [r.as_prompt() for r in requests], sys.stderr.isatty()
         before, begin = counts() if drafts else None, perf_counter()
-        prompts, show = [{"prompt_token_ids": r.prompt} for r in requests], sys.stderr.isatty()
         if "runner" in arguments:
             llm.embed(prompts, use_tqdm=show)
         else:
