@@ -43,7 +43,7 @@ images: first, single requests with one image of --image-sizes pixels on each si
     token. Single texts with as many tokens follow. Then --num-seqs requests with one image each (64; on a CPU 4) have
     --max-output-len output tokens (64; on a CPU 16). A prompt has 24 tokens of text. Pixels are random, and all images
     are different. The engines get PIL images, and all times include reading the images. Single requests and texts run
-    ten times. The model must take images. With --shape, this workload adds the published vision tower.
+    ten times. The model must take images. With --shape, the model of the whole run has the published vision tower.
 embed: embeddings of 512 texts of 512 tokens, then of 10,000 texts of 30 tokens (fewer texts on a CPU). Any checkpoint
     works: nano-vllm runs with task="embed", and vLLM runs with runner="pooling".
 http: clients of `nanovllm serve`, which is started on a free port. Each client sends its next request when its previous

@@ -28,7 +28,7 @@ from nanovllm.config import Config
 PROMPT_LENS = (16, 128, 512, 1024, 4000, 8000, 16000, 32000)
 CONTEXT_LENS = (100, 500, 1500, 4000, 30000)
 QUICK_SECONDS = 5.0
-FIRST_TOKENS = 10  # runs of a single request with an image
+FIRST_TOKENS = 10  # runs of a single request of the workload `images`
 CONVERSATIONS = "conversations"
 DECODE_SEQS = {1: "1 sequence", 8: "8 sequences"}
 
@@ -155,8 +155,8 @@ def images_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, l
     vision, on_cpu = config.model_config.vision, config.device == "cpu"
     num_seqs, output_len = args.num_seqs or (4 if on_cpu else 64), args.max_output_len or (16 if on_cpu else 64)
     sides = args.image_sizes or [256 if on_cpu else 1024]
-    names = [{side: f"{kind} {side}" for side in sides} for kind in ("first image", "first text", "images")]
-    first, text, many = names
+    kinds = "first image", "first text", "images"
+    first, text, many = ({side: f"{kind} {side}" for side in sides} for kind in kinds)
     workloads = {}
     for side in sides:
         pixels = min(max(side**2, vision.min_pixels), vision.max_pixels)
