@@ -109,8 +109,11 @@ assert not gc.isenabled()
 ADAPTERS = """
 from types import SimpleNamespace
 
+from nanovllm.kernels.linear import split_k_gemm
 from nanovllm.lora.kernels import lora_gemm
 from nanovllm.lora.lora_linear import LoRAStack
+
+split_k_gemm.has_tma, split_k_gemm.num_sms = lambda device: True, lambda device: 132
 
 
 def adapters(num_rows, dtype, sizes, max_rank, inputs=256, slots=3, experts=1):
@@ -121,17 +124,19 @@ def adapters(num_rows, dtype, sizes, max_rank, inputs=256, slots=3, experts=1):
     stack = LoRAStack(a, b, ranks, torch.tensor(sizes, **ints).cumsum(0).int(), max(sizes), experts)
     x, y = torch.randn(num_rows, inputs, dtype=dtype), torch.randn(num_rows, sum(sizes), dtype=dtype)
     slots_of_rows = torch.zeros(num_rows, **ints)
-    rows = SimpleNamespace(slots=slots_of_rows, groups=lora_gemm.group_rows(slots_of_rows, rows))
+    rows = SimpleNamespace(slots=slots_of_rows, unready=None, groups=lora_gemm.group_rows(slots_of_rows, rows))
     lora_gemm.add_lora(y, x, stack, rows)
     if num_rows == 1:
         lora_gemm.add_lora(y, x, stack, rows, gated=True)
+    if num_rows <= 16:
         weight = torch.randn(sum(sizes), inputs, dtype=dtype)
-        lora_gemm.linear_of_row(x, weight, None, stack._replace(alignment=16), rows, gated=True)
+        assert lora_gemm.adapted_linear(x, weight, None, stack._replace(alignment=64), rows, True) is not NotImplemented
 
 
 def work():
-    # each dtype, both kinds of tiles, and experts; a compilation takes half a second, and more for large tiles
+    # each dtype, all kinds of tiles, and experts; a compilation takes half a second, and more for large tiles
     adapters(1, torch.float32, [64, 64], 16, slots=1)
+    adapters(6, torch.bfloat16, [64, 64], 64)
     adapters(300, torch.bfloat16, [64, 32, 32], 70)
     adapters(40, torch.float16, [64, 64], 8, slots=4, experts=256)
 
@@ -139,9 +144,10 @@ def work():
 compile_only(work)
 for kernel, number in (
     (lora_gemm._shrink_kernel, 4),
-    (lora_gemm._expand_kernel, 3),
+    (lora_gemm._expand_kernel, 4),
     (lora_gemm._expand_swiglu_kernel, 1),
     (gemv._gemv_kernel, 3),  # two of them from before
+    (split_k_gemm._split_k_kernel, 1),
 ):
     found = kernels(kernel.jit)
     assert len(found) == number and all(kernel.asm["cubin"] for kernel in found), (kernel.jit, found)

@@ -27,11 +27,13 @@ from nanovllm.fused.norm_input import Normed
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.gated_activation import GeluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
+    ReplicatedLinear,
     RowParallelLinear,
     linear,
 )
@@ -230,6 +232,30 @@ def test_layers_on_kernels(monkeypatch, use_ops, bias, rows):
     for actual, reference in zip(two_blocks(*layers, PartialSum(x)), expected):
         torch.testing.assert_close(actual.double(), reference, rtol=5e-3, atol=5e-3)
     assert shapes == 2 * [(rows, 24)] + 2 * [(4, rows, 24) if rows == 5 and not bias else (rows, 24)]
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 16), (3, 2, 16), (16,)])
+@pytest.mark.parametrize("layer", [ReplicatedLinear(16, 24), SiluAndMul(), GeluAndMul(), RMSNorm(16)])
+def test_any_leading_dimensions_on_kernels(use_ops, layer, shape):
+    """Kernels compute matrices of rows. A layer computes other tensors, too, whether the kernels can or not."""
+    pytest.importorskip("triton")
+    for parameter in layer.parameters():
+        parameter.data.normal_()
+    x = torch.randn(shape)
+    expected = layer(x)
+    use_ops()
+    torch.testing.assert_close(layer(x), expected)
+
+
+@pytest.mark.parametrize("layer", [ReplicatedLinear(16, 24), SiluAndMul(), GeluAndMul(), RMSNorm(16)])
+def test_rows_that_are_not_contiguous_on_kernels(use_ops, layer):
+    pytest.importorskip("triton")
+    x = torch.randn(16, 5).T
+    for parameter in layer.parameters():
+        parameter.data.normal_()
+    expected = layer(x)
+    use_ops()
+    torch.testing.assert_close(layer(x), expected)
 
 
 # -- against transformers ----------------------------------------------------------------------------------------------

@@ -35,12 +35,15 @@ from nanovllm.cuda.buffers import make_buffers
 from nanovllm.engine.sequence import Sequence
 from nanovllm.fused.decoder import FusedMLP
 from nanovllm.fused.fused_attention import FusedAttention
+from nanovllm.fused.norm_input import NormInput
 from nanovllm.layers.activation import silu_and_mul
+from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.lora.adapter_config import AdapterConfig
 from nanovllm.lora.adapter_queue import AdapterQueue, AdapterSlots
-from nanovllm.lora.lora_linear import LoRAStack, add_lora, group_rows
+from nanovllm.lora.lora_linear import AdapterRows, LoRAStack, add_lora, group_rows
 from nanovllm.lora.lora_request import Adapter
 from nanovllm.serve.async_llm import AsyncLLM
+from nanovllm.utils.partial_sum import PartialSum
 
 LORA = SMALL | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 20}
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
@@ -179,7 +182,7 @@ def make_stack(
             a[slot, part, rank:] = torch.nan
             b[slot, ends[part] - sizes[part] : ends[part], rank:] = torch.nan
     a, ints = a / inputs**0.5, dict(dtype=torch.int32, device=DEVICE)
-    alignment = gcd(16, *ends.tolist())
+    alignment = gcd(64, *ends.tolist())
     return LoRAStack(a, b / max_rank, ranks.to(**ints), ends.to(**ints), max(sizes), experts, alignment)
 
 
@@ -217,6 +220,15 @@ def test_kernels(monkeypatch, num_rows, slots, inputs, sizes, max_rank, experts,
             assert_close(gated, silu_and_mul.__wrapped__(expected), 4)
 
 
+def expected_of_rows(x, weight, bias, stack, slots_of_rows, gated=False) -> torch.Tensor:
+    """`adapted_linear` in float64."""
+    exact = stack._replace(a=stack.a.double(), b=stack.b.double())
+    groups = [(i, (slots_of_rows == i).nonzero().flatten()) for i in range(len(stack.ranks))]
+    y = nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    y = add_lora.__wrapped__(y, x.double(), exact, SimpleNamespace(groups=groups))
+    return silu_and_mul.__wrapped__(y) if gated else y
+
+
 @each_dtype
 @pytest.mark.parametrize(
     "slots, inputs, sizes, max_rank",
@@ -224,32 +236,70 @@ def test_kernels(monkeypatch, num_rows, slots, inputs, sizes, max_rank, experts,
 )
 @pytest.mark.usefixtures("fresh_memory_is_nan")
 def test_kernels_for_a_row(slots, inputs, sizes, max_rank, dtype):
-    """One kernel multiplies by the weight and adds the result of the adapter, if there is one."""
+    """One kernel computes a norm, multiplies by the weight, and adds the result of the adapter, if there is one."""
     ops = pytest.importorskip("nanovllm.kernels.ops")
     stack, outputs = make_stack(slots, inputs, sizes, max_rank, dtype), sum(sizes)
-    exact = stack._replace(a=stack.a.double(), b=stack.b.double())
-    x, weight = randn(1, inputs, dtype=dtype), randn(outputs, inputs, dtype=dtype) / inputs**0.5
+    x, residual = randn(1, inputs, dtype=dtype), randn(1, inputs, dtype=dtype)
+    weight, norm = randn(outputs, inputs, dtype=dtype) / inputs**0.5, RMSNorm(inputs, 1e-5).to(DEVICE, dtype)
+    norm.weight.data.uniform_(0.5, 2)
     for slot in range(-1, slots):
         slots_of_rows, bias = torch.tensor([slot], dtype=torch.int32, device=DEVICE), randn(outputs, dtype=dtype)
-        groups = [(slot, torch.tensor([0], device=DEVICE))] if slot >= 0 else []
-        y = nn.functional.linear(x.double(), weight.double(), bias.double())
-        expected = add_lora.__wrapped__(y, x.double(), exact, SimpleNamespace(groups=groups))
-        rows = SimpleNamespace(slots=slots_of_rows, groups=ops.group_rows(slots_of_rows, slots))
-        out = torch.empty(1, outputs, dtype=dtype, device=DEVICE)
-        assert ops.linear_of_row(x, weight, bias, stack, rows, out=out) is out
-        assert_close(out, expected, 4)
-        if len(sizes) == 2:
-            gated = ops.linear_of_row(x, weight, bias, stack, rows, gated=True)
-            assert_close(gated, silu_and_mul.__wrapped__(expected), 4)
+        rows = AdapterRows(slots_of_rows, slots)
+        out = torch.empty(1, 1, outputs, dtype=dtype, device=DEVICE)
+        assert torch.equal(ops.adapted_linear(x, weight, bias, stack, rows, out=out), out[0])
+        assert_close(out[0], expected_of_rows(x, weight, bias, stack, slots_of_rows), 4)
+        normed = NormInput(PartialSum(x), residual, norm)
+        normed_x = RMSNorm.forward(norm.double(), x.double() + residual.double())
+        norm.to(dtype)
+        gated = len(sizes) == 2
+        y = ops.adapted_linear(normed, weight, bias, stack, rows, gated)
+        assert_close(y, expected_of_rows(normed_x, weight, bias, stack, slots_of_rows, gated), 4)
+        assert_close(normed.total, x.double() + residual.double())
 
 
-@pytest.mark.parametrize("inputs, sizes, max_rank", [(64, [24, 40], 8), (32, [64], 70)])
-def test_rows_that_no_kernel_fuses(inputs, sizes, max_rank):
-    """A program might compute outputs of two parts, or A x has more elements than a tile has columns."""
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16] if CUDA else [torch.float16])
+@pytest.mark.parametrize(
+    "num_rows, slots, inputs, sizes, max_rank, split_k",
+    [
+        (2, 1, 24, [48], 5, 1),
+        (9, 3, 200, [64, 192], 16, 1),
+        (16, 8, 304, [64, 64], 20, 1),
+        (5, 2, 3000, [100], 70, 3),
+        (8, 8, 4104, [192, 64, 64], 16, 2),
+    ],
+)
+@pytest.mark.usefixtures("fresh_memory_is_nan")
+def test_kernels_for_few_rows(monkeypatch, num_rows, slots, inputs, sizes, max_rank, split_k, dtype):
+    """One kernel multiplies by the weight and adds the results of all rows' adapters."""
     ops = pytest.importorskip("nanovllm.kernels.ops")
-    stack, weight = make_stack(1, inputs, sizes, max_rank, torch.float32), randn(sum(sizes), inputs)
-    rows = SimpleNamespace(slots=None, groups=None)
-    assert ops.linear_of_row(randn(1, inputs), weight, None, stack, rows) is NotImplemented
+    if not CUDA:
+        monkeypatch.setattr("nanovllm.kernels.linear.split_k_gemm.has_tma", lambda device: True)
+    stack = make_stack(slots, inputs, sizes, max_rank, dtype)
+    x, weight = randn(num_rows, inputs, dtype=dtype), randn(sum(sizes), inputs, dtype=dtype) / inputs**0.5
+    for slots_of_rows in (torch.randint(-1, slots, (num_rows,)), torch.full((num_rows,), -1)):
+        rows = AdapterRows(slots_of_rows.to(DEVICE, torch.int32), slots)
+        y = ops.adapted_linear(x, weight, None, stack, rows, split_k=split_k)
+        assert y.shape == ((split_k, num_rows, sum(sizes)) if split_k > 1 else (num_rows, sum(sizes)))
+        y = y.double().sum(0).to(dtype) if split_k > 1 else y
+        assert_close(y, expected_of_rows(x, weight, None, stack, rows.slots), 4)
+        if len(sizes) == 2 and sizes[0] == sizes[1]:
+            y = ops.adapted_linear(x, weight, None, stack, rows, True)
+            assert_close(y, expected_of_rows(x, weight, None, stack, rows.slots, True), 4)
+
+
+@pytest.mark.parametrize(
+    "num_rows, inputs, sizes, max_rank", [(1, 64, [24, 40], 8), (17, 64, [64], 8), (2, 64, [96, 32], 8)]
+)
+def test_rows_that_no_kernel_fuses(monkeypatch, num_rows, inputs, sizes, max_rank):
+    """A program might compute outputs of two parts, or there are too many rows."""
+    ops = pytest.importorskip("nanovllm.kernels.ops")
+    monkeypatch.setattr("nanovllm.kernels.linear.split_k_gemm.has_tma", lambda device: True)
+    stack, weight = (
+        make_stack(1, inputs, sizes, max_rank, torch.float16),
+        randn(sum(sizes), inputs, dtype=torch.float16),
+    )
+    x = randn(num_rows, inputs, dtype=torch.float16)
+    assert ops.adapted_linear(x, weight, None, stack, AdapterRows(None, 1)) is NotImplemented
 
 
 def test_rows_without_adapters():

@@ -123,7 +123,7 @@ class AdapterStacks:
             torch.tensor(ends, **self._int32),
             max(end - start for start, end in zip([0, *ends], ends)),
             num_experts,
-            gcd(16, *ends),  # 16 is enough for wide loads, and for `linear_of_row`
+            gcd(64, *ends),  # 64 is enough for wide loads, and for `adapted_linear`
         )
 
     @torch.inference_mode()

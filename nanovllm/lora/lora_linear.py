@@ -59,6 +59,7 @@ class AdapterRows:
 
     def __init__(self, slots: torch.Tensor, num_slots: int):
         self.slots, self._num_slots = slots, num_slots
+        self.unready: torch.Tensor | None = None  # memory of kernels
 
     @cached_property
     def groups(self) -> Any:
@@ -84,17 +85,29 @@ def add_lora(
 
 
 @operation
-def linear_of_row(
-    x: torch.Tensor,
+def adapted_linear(
+    x: torch.Tensor | NormInput,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     stack: LoRAStack,
     rows: AdapterRows,
     gated: bool = False,
+    split_k: int = 1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute `split_linear` and `add_lora` for a single row x [1, inputs]. `out` is [1, outputs]."""
-    return add_lora(split_linear(x, weight, bias, out=None if out is None else out[None]), x, stack, rows, gated)
+    """Compute `split_linear` and `add_lora`. With summands, the first one contains the results of the adapters."""
+    x = x.tensor() if isinstance(x, NormInput) else x
+    y = split_linear(x, weight, bias, split_k, out)
+    return _added(y, x, stack, rows, gated, split_k)
+
+
+def _added(
+    y: torch.Tensor, x: torch.Tensor, stack: LoRAStack, rows: AdapterRows, gated: bool, split_k: int
+) -> torch.Tensor:
+    if split_k == 1:
+        return add_lora(y, x, stack, rows, gated)
+    add_lora(y[0], x, stack, rows)
+    return y
 
 
 class LoRAFormat(WeightFormat):
@@ -102,22 +115,19 @@ class LoRAFormat(WeightFormat):
         self.base, self.stack, self.slots_of_requests = base, stack, slots_of_requests
 
     def linear(self, layer: LinearBase, x: Any, bias=None, split_k: int = 1, out=None) -> torch.Tensor:
-        if split_k == 1:
-            return self._compute(layer, x, bias, out)
-        y = self.base.linear(layer, x, bias, split_k, out)
-        add_lora(y[0], x, self.stack, self._rows())
-        return y
+        return self._compute(layer, x, bias, split_k=split_k, out=out)
 
     def norm_linear(self, layer: LinearBase, x: NormInput, act: nn.Module | None) -> Any:
         gated = activation_of(act) == SWIGLU and len(self.stack.ends) == 2
-        y = self._compute(layer, x.tensor(), layer.bias, gated=gated)  # the adapters need the normalized input, too
+        y = self._compute(layer, x, layer.bias, gated)
         return y if act is None or gated else act(y)
 
-    def _compute(self, layer: LinearBase, x: torch.Tensor, bias, out=None, gated: bool = False) -> torch.Tensor:
-        if len(x) == 1 and type(self.base) is WeightFormat:
-            out = None if out is None else out[0]
-            return linear_of_row(x, layer.weight, bias, self.stack, self._rows(), gated, out)
-        return add_lora(self.base.linear(layer, x, bias, 1, out), x, self.stack, self._rows(), gated)
+    def _compute(self, layer: LinearBase, x: Any, bias, gated: bool = False, split_k: int = 1, out=None) -> Any:
+        if type(self.base) is WeightFormat:
+            return adapted_linear(x, layer.weight, bias, self.stack, self._rows(), gated, split_k, out)
+        x = x.tensor() if isinstance(x, NormInput) else x  # the adapters need the normalized input, too
+        y = self.base.linear(layer, x, bias, split_k, out)
+        return _added(y, x, self.stack, self._rows(), gated, split_k)
 
     def best_split_k(self, layer: LinearBase, x: Any, max_split_k: int) -> int:
         return self.base.best_split_k(layer, x, max_split_k)

@@ -9,9 +9,10 @@ import triton.language as tl
 from nanovllm.kernels.activations import Activation
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.linear.activate import activate
+from nanovllm.kernels.linear.row_adapters import RowAdapters, compute_h, load_row, part_of, result_of_row
 from nanovllm.kernels.linear.tiles import NO_NORM, Tiles
 
-MAX_OUTPUTS = 16  # per program, with an adapter; a power of two
+MAX_OUTPUTS = 16  # of a program, with an adapter; a power of two
 
 
 class Inputs(NamedTuple):
@@ -22,54 +23,6 @@ class Inputs(NamedTuple):
     total: torch.Tensor  # receives x + residual
 
 
-class RowAdapter(NamedTuple):
-    """A low-rank adapter of a linear layer for a single row (see lora/).
-
-    The linear layer may merge several layers. An adapter has one part for each of these layers. The number of outputs
-    of each part is a multiple of MAX_OUTPUTS. `splits * R`, the number of elements of `h` per part, is at most the
-    `tile_k` of `gemv_tiles`.
-    """
-
-    h: torch.Tensor  # [splits, 1, parts * R] float32: summands of A x
-    b: torch.Tensor  # [slots, outputs, R]
-    slot: torch.Tensor  # [1] int32; negative without an adapter
-    ranks: torch.Tensor  # [slots, parts] int32
-    ends: torch.Tensor  # [parts] int32: the index after a part's last output
-
-
-class AdapterShape(NamedTuple):
-    splits: int
-    parts: int
-    max_rank: int
-    rank_stride: int  # between the ranks of adjacent slots
-
-
-@triton.jit
-def _part_of(adapter_ptrs, n, SHAPE: tl.constexpr):
-    """Return the index of the part that contains output n."""
-    PARTS: tl.constexpr = SHAPE.parts
-    part = 0 * n
-    for i in tl.static_range(PARTS - 1):
-        part += (n >= tl.load(adapter_ptrs.ends + i)).to(tl.int32)
-    return part
-
-
-@triton.jit
-def _adapter_summands(adapter_ptrs, part, n, is_n, k, N, SHAPE: tl.constexpr):
-    """Return a tile [tile_n, tile_k]. Its row sums are the adapter's results B (A x) for the outputs n of one part.
-
-    The layer has N outputs. Column k contains the products for one row of A and one split of A x.
-    """
-    slot = tl.load(adapter_ptrs.slot)
-    existing = tl.maximum(slot, 0)
-    rank = tl.load(adapter_ptrs.ranks + existing * SHAPE.rank_stride + part) * (slot == existing).to(tl.int32)
-    r, split = k % SHAPE.max_rank, k // SHAPE.max_rank
-    inside = (r < rank) & (split < SHAPE.splits)
-    h = tl.load(adapter_ptrs.h + (split * SHAPE.parts + part) * SHAPE.max_rank + r, inside, 0.0)
-    b = adapter_ptrs.b + (existing.to(tl.int64) * N + n[:, None]) * SHAPE.max_rank + r[None, :]
-    return tl.load(b, is_n[:, None] & inside[None, :], 0.0).to(tl.float32) * h[None, :]
-
-
 @triton.jit
 def _load_if(ptr, at, inside, OTHERWISE: tl.constexpr):
     """Return elements of a norm's weight or of a bias, or OTHERWISE if the tensor is missing."""
@@ -77,19 +30,22 @@ def _load_if(ptr, at, inside, OTHERWISE: tl.constexpr):
 
 
 @triton.jit
-def _load_input(x_ptrs, norm_weight, k, inside):
-    """Return a tile of the input row times the norm's weight, and a tile of the squared row."""
+def _load_input(x_ptrs, norm_weight, k, inside, program):
+    """Return a tile of the input row times the norm's weight, and a tile of the squared row.
+
+    Program 0 stores x + residual.
+    """
     x = tl.load(x_ptrs.x + k, inside, 0.0).to(tl.float32)
     if x_ptrs.residual is not None:
         total = x + tl.load(x_ptrs.residual + k, inside, 0.0).to(tl.float32)
         total = total.to(x_ptrs.total.dtype.element_ty)
-        if tl.program_id(0) == 0:
+        if program == 0:
             tl.store(x_ptrs.total + k, total, inside)
         x = total.to(tl.float32)
     return (x * norm_weight)[None, :], x * x
 
 
-@dependent_kernel(early=("w_ptrs",))
+@dependent_kernel(early=("w_ptrs", "adapter_ptrs"))
 @triton.jit
 def _gemv_kernel(
     x_ptrs,
@@ -102,13 +58,21 @@ def _gemv_kernel(
     TILES: tl.constexpr,
     ACT: tl.constexpr,
     ADAPTER: tl.constexpr,
+    NUM_OF_H: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # A program computes tile_n outputs, and reads the input row in tiles of tile_k inputs.
+    # A program computes tile_n outputs, and reads the input row in tiles of tile_k inputs. With an adapter, the first
+    # NUM_OF_H programs compute h.
     gdc_launch_dependents(PDL)
     GATED: tl.constexpr = ACT is not None
     w_ptr, bias_ptr, norm_ptr = w_ptrs
-    n = tl.program_id(0) * TILES.tile_n + tl.arange(0, TILES.tile_n)
+    program = tl.program_id(0)
+    if adapter_ptrs is not None:
+        program -= NUM_OF_H
+        if program < 0:
+            compute_h(adapter_ptrs, x_ptrs.residual, norm_ptr, program + NUM_OF_H, 1, ADAPTER, PDL)
+            return
+    n = program * TILES.tile_n + tl.arange(0, TILES.tile_n)
     k = tl.arange(0, TILES.tile_k)
     rows = (n < N)[:, None]
     w = w_ptr + n[:, None].to(tl.int64) * K + k[None, :]
@@ -120,30 +84,35 @@ def _gemv_kernel(
         up_bias = _load_if(bias_ptr, N + n, n < N, 0.0)
     bias = _load_if(bias_ptr, n, n < N, 0.0)
     norm_weight = _load_if(norm_ptr, k, k < K, 1.0)
+    if adapter_ptrs is not None:
+        NUM_OUTPUTS = 2 * N if GATED else N
+        part = part_of(adapter_ptrs, program * TILES.tile_n, ADAPTER)  # all outputs of a program belong to one part
+        adapter = load_row(adapter_ptrs, part, n, n < N, NUM_OUTPUTS, ADAPTER)
+        if GATED:
+            up_adapter = load_row(adapter_ptrs, 1, N + n, n < N, NUM_OUTPUTS, ADAPTER)
     gdc_wait(PDL)
-    x, squares = _load_input(x_ptrs, norm_weight, k, k < K)
+    x, squares = _load_input(x_ptrs, norm_weight, k, k < K, program)
     acc = w_tile * x
     if GATED:
         up_acc = up_tile * x
-    if adapter_ptrs is not None:
-        if GATED:
-            acc += _adapter_summands(adapter_ptrs, 0, n, n < N, k, 2 * N, ADAPTER)
-            up_acc += _adapter_summands(adapter_ptrs, 1, N + n, n < N, k, 2 * N, ADAPTER)
-        else:  # all outputs of a program belong to one part
-            part = _part_of(adapter_ptrs, tl.program_id(0) * TILES.tile_n, ADAPTER)
-            acc += _adapter_summands(adapter_ptrs, part, n, n < N, k, N, ADAPTER)
     for begin in tl.range(TILES.tile_k, K, TILES.tile_k, num_stages=TILES.stages):
         at = begin + k
         inside = rows & (at < K)[None, :]
-        x, more = _load_input(x_ptrs, _load_if(norm_ptr, at, at < K, 1.0), at, at < K)
+        x, more = _load_input(x_ptrs, _load_if(norm_ptr, at, at < K, 1.0), at, at < K, program)
         squares += more
         acc += tl.load(w + begin, inside, 0.0, eviction_policy="evict_first").to(tl.float32) * x
         if GATED:
             up_acc += tl.load(up + begin, inside, 0.0, eviction_policy="evict_first").to(tl.float32) * x
     scale = tl.rsqrt(tl.sum(squares, 0) / K + eps) if norm_ptr is not None else 1.0
-    y = tl.sum(acc, 1) * scale + bias
+    y = tl.sum(acc, 1)
+    if adapter_ptrs is not None:
+        y += result_of_row(adapter_ptrs, adapter, program, ADAPTER)
+    y = y * scale + bias
     if GATED:
-        up_y = tl.sum(up_acc, 1) * scale + up_bias
+        up_y = tl.sum(up_acc, 1)
+        if adapter_ptrs is not None:
+            up_y += result_of_row(adapter_ptrs, up_adapter, program, ADAPTER)
+        up_y = up_y * scale + up_bias
         y = activate(y, up_y, ACT)
     tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), n < N)
 
@@ -164,14 +133,15 @@ def gemv(
     act: Activation | None = None,
     bias=None,
     out=None,
-    adapter: RowAdapter | None = None,
+    adapters: RowAdapters | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """For a single row x, store y = x W^T + bias in `out`. Return y and x + residual.
 
     The shapes are x [1, K], W [N, K], `bias` [N] and y [1, N]. All tensors are contiguous. `norm` is a pair: the weight
     [K] and the eps of an RMS norm. If `norm` is given, the norm of x + residual replaces x in the matmul. A residual
     requires a norm. Without a residual, the second result is x. If `act` is given, W is [2 * N, K], `bias` is [2 * N],
-    and y is the gated activation of all outputs. The results of `adapter` are added before the activation.
+    and y is the gated activation of all outputs. The results of `adapters`, whose x is the same, are added before the
+    activation. The number of outputs of each part is a multiple of MAX_OUTPUTS.
     """
     norm_weight, eps = norm
     assert norm_weight is not None or residual is None
@@ -181,15 +151,15 @@ def gemv(
     # Short matmuls gain from overlapping kernels. For long matmuls, 75% of the memory holds four programs of 40 KB
     # each. The driver would choose a different percentage for each kernel.
     shared = 50 if weight.numel() <= 2**23 else 75
-    tiles, shape = gemv_tiles(x, weight, act is not None), None
-    if adapter is not None:
+    tiles = gemv_tiles(x, weight, act is not None)
+    # with few registers, more programs fit; with larger tiles, registers would spill
+    registers = 64 if k <= tiles.tile_k and act is None else None
+    shape, num_of_h = None, 0
+    if adapters is not None:
         tiles = tiles._replace(tile_n=min(MAX_OUTPUTS, tiles.tile_n))
-        shape = AdapterShape(len(adapter.h), len(adapter.ends), adapter.b.shape[2], adapter.ranks.stride(0))
-    assert adapter is None or norm_weight is None
-    # with so few registers, more programs fit; with larger tiles or an adapter, registers would spill
-    is_short = k <= tiles.tile_k and act is None and adapter is None
-    constants = dict(K=k, TILES=tiles, ACT=act, ADAPTER=shape, maxnreg=64 if is_short else None)
-    launch(_gemv_kernel, (-(-n // tiles.tile_n),), x.device, shared)(
-        inputs, (weight, bias, norm_weight), adapter, out, n, eps, **constants, num_warps=tiles.warps
+        shape, num_of_h, registers = adapters.shape, adapters.num_programs, 168 if act else 128
+    constants = dict(K=k, TILES=tiles, ACT=act, ADAPTER=shape, NUM_OF_H=num_of_h, maxnreg=registers)
+    launch(_gemv_kernel, (num_of_h - -n // tiles.tile_n,), x.device, shared)(
+        inputs, (weight, bias, norm_weight), adapters, out, n, eps, **constants, num_warps=tiles.warps
     )
     return out, inputs.total

@@ -5,8 +5,17 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
+from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.launch.gpu_features import has_hopper_kernels, has_tma, num_sms
+from nanovllm.kernels.linear.row_adapters import (
+    RowAdapters,
+    add_results,
+    compute_h,
+    has_adapters,
+    load_columns,
+    load_h,
+    part_of,
+)
 from nanovllm.kernels.linear.tiles import (
     QuantizedRows,
     Tiles,
@@ -24,18 +33,44 @@ TILE_K = 128
 LONE_BYTES = 2**17  # bytes that a program has in flight if it is alone on its multiprocessor
 
 
-@dependent_kernel()
-@triton.jit(do_not_specialize=["M"])
+@dependent_kernel(early=("adapter_ptrs",))
+@triton.jit(do_not_specialize=["M", "num_of_h"])
 def _split_k_kernel(
-    x_tiles, w_tiles, scale_ptrs, out_ptr, M, N, SHAPE: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr
+    x_tiles,
+    w_tiles,
+    scale_ptrs,
+    adapter_ptrs,
+    out_ptr,
+    M,
+    N,
+    num_of_h,
+    SHAPE: tl.constexpr,
+    TILES: tl.constexpr,
+    ADAPTERS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    # A program computes an output tile [tile_m, tile_n] over the inputs of one split.
-    gdc_launch_and_wait(PDL)
-    first_n = tl.program_id(0) * TILES.tile_n  # innermost, so that the tiles of the same rows of x run together
-    first_m = tl.program_id(1) * TILES.tile_m
+    # A program computes an output tile [tile_m, tile_n] over the inputs of one split. With adapters, there is one tile
+    # of rows, and the first num_of_h programs compute h.
+    gdc_launch_dependents(PDL)
+    tile = tl.program_id(0)  # innermost, so that the tiles of the same rows of x run together
     split = tl.program_id(2)
+    if adapter_ptrs is not None:
+        if tile < num_of_h:
+            if split == 0:
+                compute_h(adapter_ptrs, None, None, tile, M, ADAPTERS, PDL)
+            return
+        tile -= num_of_h
+    first_n = tile * TILES.tile_n
+    first_m = tl.program_id(1) * TILES.tile_m
     m = first_m + tl.arange(0, TILES.tile_m)
     n = first_n + tl.arange(0, TILES.tile_n)
+    if adapter_ptrs is not None:
+        part = part_of(adapter_ptrs, first_n, ADAPTERS)
+        adds = has_adapters(adapter_ptrs, M) & (split == 0)
+        columns = load_columns(adapter_ptrs, 0, part, n, n < N, N, tl.where(adds, M, 0), ADAPTERS)
+    gdc_wait(PDL)
+    if adapter_ptrs is not None:
+        bits = load_h(columns[1], columns[2])
     x_scales = scale_ptrs.x, m, m < M, scale_ptrs.x_stride
     w_scales = scale_ptrs.w, first_n, N
     # transposed, because tensor cores multiply 64 rows at a time: W has many rows, but x may have few
@@ -47,6 +82,8 @@ def _split_k_kernel(
         x = load_tile(x_tiles, first_m, begin, m < M, SHAPE.k, TILES).T
         acc = add_product(acc, w, x, x_scales, w_scales, begin, SHAPE, TILES)
     acc = times_scales(acc, x_scales, w_scales, 0, SHAPE, TILES, True)
+    if adapter_ptrs is not None:
+        acc = add_results(acc, adapter_ptrs, bits, columns, adds, part, n, n < N, N, M, ADAPTERS)
     out = out_ptr + (split * M + m[:, None]) * N + n[None, :]
     tl.store(out, acc.T.to(out_ptr.dtype.element_ty), (m < M)[:, None] & (n < N)[None, :])
 
@@ -111,13 +148,19 @@ def _tiles(num_rows: int, weight: torch.Tensor) -> Tiles:
 
 
 def split_k_gemm(
-    x: torch.Tensor | QuantizedRows, weight: Weight, split_k: int = 1, out: torch.Tensor | None = None
+    x: torch.Tensor | QuantizedRows,
+    weight: Weight,
+    split_k: int = 1,
+    out: torch.Tensor | None = None,
+    adapters: RowAdapters | None = None,
 ) -> torch.Tensor:
     """Store summands of x W^T in `out` [split_k, M, N], and return `out`. The operands are x [M, K] and W [N, K].
 
     W may consist of 8-bit values and scales [N / block rows, K / block columns], with blocks of at least 32 columns. In
     this case, x may be quantized to e4m3 on GPUs with FP8 units. If x is not quantized, the kernel converts 8-bit
-    weights to the dtype of x. All tensors are contiguous, and the size of a row is a multiple of 16 bytes.
+    weights to the dtype of x. All tensors are contiguous, and the size of a row is a multiple of 16 bytes. The results
+    of `adapters` are added to the first summand. Then there are at most 16 rows of 16 bits, and the numbers of outputs
+    of all parts are multiples of TILE_N.
     """
     is_scaled = isinstance(weight, tuple)
     if not is_scaled and split_k > 1 and _is_for_hopper(x, weight):
@@ -128,6 +171,8 @@ def split_k_gemm(
     m, (n, k), device = len(x), values.shape, values.device
     out = torch.empty((split_k, m, n), dtype=x.dtype, device=device) if out is None else out
     tiles = scaled_tiles(m, n * split_k, num_sms(device)) if is_scaled else _tiles(m, values)
+    if adapters is not None:
+        tiles = tiles._replace(tile_k=TILE_K, stages=6)  # so that the last tile of inputs takes less time
     if shape.block_k < k:  # a tile must lie in one block
         tiles = tiles._replace(tile_k=min(tiles.tile_k, shape.block_k & -shape.block_k))
     if is_scaled and not (has_tma(device) and k % 16 == 0 and x.dtype != torch.float32):
@@ -137,7 +182,9 @@ def split_k_gemm(
         rows = TensorDescriptor.from_tensor(rows, [tiles.tile_m, tiles.tile_k])
         values = TensorDescriptor.from_tensor(values, [tiles.tile_n, tiles.tile_k])
     # the smallest 16-bit tiles use half of the memory as shared memory, as the neighbouring kernels do: see `launch`
-    grid = -(-n // tiles.tile_n), -(-m // tiles.tile_m), split_k
+    adapters_shape, num_of_h = (None, 0) if adapters is None else (adapters.shape, adapters.num_programs)
+    grid = num_of_h - -n // tiles.tile_n, -(-m // tiles.tile_m), split_k
     run = launch(_split_k_kernel, grid, device, shared=50 if tiles.tile_m == 16 and not is_scaled else 100)
-    run(rows, values, scales, out, m, n, SHAPE=shape, TILES=tiles, num_warps=tiles.warps)
+    constants = dict(SHAPE=shape, TILES=tiles, ADAPTERS=adapters_shape, num_warps=tiles.warps)
+    run(rows, values, scales, adapters, out, m, n, num_of_h, **constants)
     return out

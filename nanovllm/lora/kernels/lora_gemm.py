@@ -1,11 +1,12 @@
 """Adds the results of low-rank adapters to a linear layer's results. Shrink computes h = A x, and expand adds B h.
 
-If there is a single row and the weight is not quantized, the linear layer's own kernel adds B h.
+With few rows and a weight that is not quantized, the linear layer's own kernel does both (row_adapters.py).
 
 Rows are grouped by adapter, because a tile multiplies all its rows by the same adapter. This is the segmented GEMM of
 Chen et al., "Punica: multi-tenant LoRA serving" (arXiv:2310.18547).
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -16,11 +17,17 @@ from nanovllm.kernels.activations import SWIGLU
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.launch.gpu_features import num_sms
 from nanovllm.kernels.linear.activate import activate
-from nanovllm.kernels.linear.gemv import MAX_OUTPUTS, RowAdapter, gemv, gemv_tiles
+from nanovllm.kernels.linear.gated_activations import silu_and_mul
+from nanovllm.kernels.linear.gemv import MAX_OUTPUTS, gemv
+from nanovllm.kernels.linear.row_adapters import MAX_ROWS, UNREADY, RowAdapters, num_splits
+from nanovllm.kernels.linear.split_k_gemm import TILE_N, choose_split_k, split_k_gemm
+from nanovllm.kernels.linear.tiles import NO_NORM
 
 FEW_ROWS = 128  # up to this many rows, tiles have the smallest number of rows that tensor cores multiply
 MAX_SPLITS = 32
 MAX_LOOPS = 16
+COPIES = 8
+UNREADY_ELEMENTS = 2**18  # filled at a time, because each launch takes a microsecond
 
 
 class RowGroups(NamedTuple):
@@ -280,13 +287,49 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, stack, rows, gated: bool = False)
     return y
 
 
-def linear_of_row(x: torch.Tensor, weight: torch.Tensor, bias, stack, rows, gated: bool = False, out=None):
-    max_splits = gemv_tiles(x, weight, gated).tile_k // stack.b.shape[2]
-    assert stack.experts == 1
-    if stack.alignment < MAX_OUTPUTS or not max_splits:
+def adapted_linear(x, weight, bias, stack, rows, gated=False, split_k=1, out=None):
+    """The kernel of the linear layer computes A x and B h, too, if there are few rows."""
+    if len(x) > MAX_ROWS.value or stack.experts > 1:
         return NotImplemented
-    tiles = _tiles_of(x, stack)
-    tiles = tiles._replace(splits=min(tiles.splits, 1 << (max_splits.bit_length() - 1)))
-    h = _shrink(x, stack, rows.groups, tiles)
-    adapter = RowAdapter(h, stack.b, rows.slots, stack.ranks, stack.ends)
-    return gemv(x, weight, act=SWIGLU if gated else None, bias=bias, out=out, adapter=adapter)[0]
+    if len(x) == 1:
+        return _adapted_row(x, weight, bias, stack, rows, gated, out)
+    whole = split_k if split_k > 1 else choose_split_k(_tensor_of(x), weight, 1)
+    if bias is not None or not whole or (len(stack.ends) > 1 and stack.alignment % TILE_N):
+        return NotImplemented
+    x = _tensor_of(x)
+    y = split_k_gemm(x, weight, whole, out, _row_adapters(x, stack, rows))
+    return y if split_k > 1 else silu_and_mul(y[0]) if gated else y[0]
+
+
+def _tensor_of(x) -> torch.Tensor:
+    return (x if isinstance(x, torch.Tensor) else x.tensor()).contiguous()
+
+
+def _adapted_row(x, weight, bias, stack, rows, gated, out):
+    summands = None if isinstance(x, torch.Tensor) else x.summands()
+    row, residual = (_tensor_of(x), None) if summands is None else summands
+    if stack.alignment < MAX_OUTPUTS:
+        return NotImplemented
+    norm = NO_NORM if summands is None else (x.weight, x.eps)
+    adapters = _row_adapters(row, stack, rows)
+    out = None if out is None else out[0]
+    y, total = gemv(row, weight, norm, residual, SWIGLU if gated else None, bias, out, adapters)
+    if summands is not None:
+        x.total = total
+    return y
+
+
+def _row_adapters(x: torch.Tensor, stack, rows) -> RowAdapters:
+    _, parts, max_rank, k = stack.a.shape
+    copies = COPIES if len(x) == 1 else 1
+    h = _unready(rows, (copies, num_splits(k, max_rank), len(x), parts, max_rank), x.device)
+    return RowAdapters(x, stack.a, stack.b, rows.slots, stack.ranks, stack.ends, h)
+
+
+def _unready(rows, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return UNREADY memory that nothing else uses in this step."""
+    size = triton.cdiv(math.prod(shape), 64) * 64  # so that all addresses are aligned equally
+    if rows.unready is None or len(rows.unready) < size:
+        rows.unready = torch.full((max(size, UNREADY_ELEMENTS),), UNREADY.value, dtype=torch.int32, device=device)
+    taken, rows.unready = rows.unready[:size], rows.unready[size:]
+    return taken[: math.prod(shape)].view(shape)
