@@ -74,7 +74,7 @@ HOUSE = """
   <- engine/stats.py tiers/tiered_blocks.py vision/image_blocks.py
 1 | engine/outputs.py <- engine/collector.py requests/stream_event.py pooling/pooling_outputs.py
 1 | kernels/ moe/kernels/ delta_net/kernels/ quantization/kernels/ invariant/kernels/ distributed/kernels/
-  lora/kernels/
+  lora/kernels/ vision/kernels/
 2 | cache/ quantization/fp8_cache.py <- attention/base.py attention/sdpa.py <- layers/ <- attention/ moe/experts.py
   delta_net/ vision/tower.py vision/mrope.py
 3 | models/

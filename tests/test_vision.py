@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from common import TINY, generate_by_steps
+from common import TINY, assert_close, each_dtype, generate_by_steps, randn
 from test_models import V5
 from test_states import poison
 
@@ -34,7 +34,7 @@ from nanovllm.vision import image_parts, image_prompts, image_urls
 from nanovllm.vision.image_budget import cost_of_image
 from nanovllm.vision.image_reader import ImageReader
 from nanovllm.vision.prompt_images import PromptImages, images_in
-from nanovllm.vision.tower import VisionTower
+from nanovllm.vision.tower import VisionTower, rotate_patches
 from nanovllm.vision.vision_runner import ImageStore, vision_runner
 
 Image = pytest.importorskip("PIL.Image")
@@ -245,6 +245,16 @@ def test_tower(checkpoint, name):
         if V5:
             expected = expected.pooler_output, getattr(expected, "deepstack_features", None) or ()
         torch.testing.assert_close(found, torch.stack([expected[0], *expected[1]]), rtol=1e-5, atol=1e-5)
+
+
+@each_dtype
+@pytest.mark.parametrize("num_patches, num_heads, head_dim", [(1, 1, 2), (7, 3, 12), (5, 16, 72)])
+def test_rotation_on_kernels(num_patches, num_heads, head_dim, dtype):
+    ops = pytest.importorskip("nanovllm.kernels.ops")
+    qkv = randn(num_patches, 3, num_heads, head_dim, dtype=dtype)
+    angles = randn(num_patches, 1, head_dim // 2, dtype=torch.float32)
+    expected = rotate_patches.__wrapped__(qkv.double(), angles.cos(), angles.sin())
+    assert_close(ops.rotate_patches(qkv, angles.cos(), angles.sin()), expected)
 
 
 def test_pixels_are_those_of_transformers(make_vision):

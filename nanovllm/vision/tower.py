@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.kernels import operation
 from nanovllm.layers.linear import linear
 from nanovllm.layers.rotary_embedding import apply_rotary_emb
 from nanovllm.utils.loader import default_weight_loader, parameter
@@ -82,6 +83,13 @@ class PositionEmbedding(nn.Module):
         return torch.lerp(grid[low], grid[high], (places - low)[:, None, None])
 
 
+@operation
+def rotate_patches(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the queries and keys of qkv [P, 3, heads, N]. `cos` and `sin` are [P, 1, N / 2]. May overwrite qkv."""
+    qk = apply_rotary_emb(qkv[:, :2].flatten(1, 2), cos, sin)
+    return torch.cat((qk.unflatten(1, (2, -1)), qkv[:, 2:]), 1)
+
+
 class TowerAttention(nn.Module):
     """Attention. Each patch of an image attends to all patches of the image."""
 
@@ -92,10 +100,9 @@ class TowerAttention(nn.Module):
         self.proj = TowerLinear(config.hidden_size, config.hidden_size)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(1)  # [P, heads, head_dim]
-        q, k = apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin)
-        heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        o = F.scaled_dot_product_attention(*heads_first)[0].transpose(0, 1)
+        qkv = rotate_patches(self.qkv(x).unflatten(-1, (3, self.num_heads, -1)), cos, sin)
+        q, k, v = qkv.permute(1, 2, 0, 3).unsqueeze(1)  # each [1, heads, P, head_dim]
+        o = F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1)
         return self.proj(o.flatten(1))
 
 
