@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 try:
-    from PIL import Image, ImageOps
+    from PIL import ExifTags, Image, ImageOps
 except ImportError as error:
     raise ImportError("images need Pillow: pip install 'nano-vllm[images]'") from error
 try:  # the class of transformers 5 that needs no torchvision
@@ -62,7 +62,9 @@ class ImageReader:
             height, width = smart_resize(*sizes)
         except ValueError as error:  # the sides differ too much
             raise ValueError(f"image: has {image.width} x {image.height} pixels: {error}") from error
-        pixels = np.asarray(image.resize((width, height), vision.resample))
+        if image.size != (width, height):  # otherwise, only a copy
+            image = image.resize((width, height), vision.resample)
+        pixels = np.asarray(image)
         shape, n, size = (height // square, width // square), vision.merge_size, vision.patch_size
         squares = pixels.reshape(shape[0], n, size, shape[1], n, size, 3)
         patches = squares.transpose(0, 3, 1, 4, 6, 2, 5).tobytes()
@@ -97,8 +99,12 @@ class ImageReader:
     def _in_rgb(self, image: Any) -> Any:
         """Decode an image. As in transformers, rotate it as its EXIF entry says, and use the first frame."""
         with _image_errors():
-            image = ImageOps.exif_transpose(image)
-            return image if image.mode == "RGB" else image.convert("RGB")
+            if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:  # otherwise, only a copy
+                image = ImageOps.exif_transpose(image)
+            if image.mode != "RGB":
+                return image.convert("RGB")
+            image.load()
+            return image
 
 
 @contextmanager
