@@ -12,6 +12,7 @@ def pytest_addoption(parser):
         "--interrupts", type=int, default=6, help="number of moments at which each test of interrupts raises one"
     )
     parser.addoption("--schemas", type=int, default=24, help="number of random schemas of structured outputs")
+    parser.addoption("--requests", type=int, default=500, help="number of requests in each test that nothing grows")
 
 
 def pytest_configure(config):

@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 import signal
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from time import monotonic, sleep
-from types import SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import Mock, patch
 
@@ -33,6 +34,7 @@ from simulation import (
     WindowSimulation,
     fingerprints,
     random_requests,
+    true_tokens,
 )
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
@@ -155,12 +157,40 @@ class TieredEngine(Tiered, SimulatedEngine):
 
 
 class TieredSimulation(Tiered, Simulation):
+    is_cleared = True  # whether the cache is emptied now and then
+
     def __init__(self, requests, asynchronous, num_rows, failures=False, **settings):
         super().__init__(requests, asynchronous, **settings)
-        for seq in self.marks:  # sequences with different salts share nothing
-            seq.cache_salt = self.requests[seq.request_id].key % 5 // 4
-            self.marks[seq] = fingerprints([seq.cache_salt, *self.tokens[seq]])[1:]
+        for seq in self.marks:
+            self.set_salt(seq, self.requests[seq.request_id])
         self.use_late_host(num_rows, Memory(self.cache, self), failures)
+
+    def set_salt(self, seq, request):
+        """Sequences with different salts share nothing."""
+        seq.cache_salt = request.key % 5 // 4
+        self.marks[seq] = fingerprints([seq.cache_salt, *self.tokens[seq]])[1:]
+
+    def submit(self, request):
+        """Queue a request while others run, and return its sequences."""
+        group = self.make_group(
+            request.prompt, request.max_tokens, request.n, key=request.key, ignore_eos=request.ignore_eos
+        )
+        for seq in group:
+            self.tokens[seq] = true_tokens(request, seq.index)
+            self.set_salt(seq, request)
+        self.queue(group)
+        return group
+
+    def finish(self):
+        """Run until nothing is left, and forget the requests."""
+        while self.in_flight or not self.scheduler.is_finished():
+            self.step()
+        while self.manager.loads:  # of sequences that were aborted
+            self.manager.begin_step()
+        assert all(seq.is_finished for seq in self.seqs)
+        for known in (self.seqs, self.unfinished, self.steps, self.tokens, self.marks, self.first_start):
+            known.clear()
+        self.check_accounting()
 
     def check_move(self):
         super().check_move()
@@ -170,7 +200,8 @@ class TieredSimulation(Tiered, Simulation):
         assert {*manager._arriving} == {content.block_hash for load in manager.loads for content in load.contents}
         num_ids = len(manager.blocks) + getattr(manager, "num_states", -2) + 2
         assert len(tier._copies) <= num_ids and len(tier._reads) <= len(tier._copies)
-        if (number := self.random.random()) < 0.01:
+        number = self.random.random() if self.is_cleared else 0.5
+        if number < 0.01:
             manager.clear_prefix_cache()
             self.seen["cleared"] += 1
         elif number > 0.997:
@@ -464,22 +495,43 @@ def test_which_columns_are_stored():
     assert hits == [0, 0, 16]
 
 
-def test_nothing_grows():
-    """Over thousands of requests, many of which are aborted while their blocks are on their way."""
-    rng, engine = random.Random(0), TieredEngine(num_blocks=20, asynchronous=True)
-    engine.use_late_host(30, Memory([[] for _ in range(20)]), failures=True)
-    tier, manager = engine.tier, engine.manager
-    for i in range(3000):
-        seq = engine.add([rng.randrange(8)] * rng.randint(1, 30), max_tokens=rng.randint(1, 4))
-        while len(engine.scheduler.waiting) > 3:
-            engine.step()
-        if i % 7 == 0:
-            engine.abort(seq.request_id)
-        assert len(tier._entries) <= 30 and len(tier._copies) <= 20 and len(tier._reads) <= 20
-        assert len(manager._loaded) <= len(engine.scheduler.waiting) + len(engine.scheduler.running) + 1
-        engine.seqs.clear()
-        engine.steps.clear()
-    assert engine.scheduler.totals["loaded_blocks"] > 500
+def reachable_bytes(root: object) -> int:
+    """Return the size of all objects that can be reached from `root`, except for code."""
+    sizes, objects = {}, [root]
+    while objects:
+        found = objects.pop()
+        if id(found) not in sizes and not isinstance(found, (type, ModuleType, FunctionType)):
+            sizes[id(found)] = sys.getsizeof(found)
+            objects += gc.get_referents(found)
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize(
+    "kind, settings",
+    [(TieredSimulation, {}), (TieredStates, dict(num_snapshots=3)), (TieredWindows, dict(window=9))],
+    ids=["plain", "states", "windows"],
+)
+def test_nothing_grows(pytestconfig, monkeypatch, kind, settings):
+    """Of the engine and the tier, over many requests, some of which are aborted while their blocks are on their way.
+
+    The option `--requests` is their number. Sizes are compared with those of the first fifth.
+    """
+    monkeypatch.setattr(kind, "is_cleared", False)
+    engine = kind([], asynchronous=True, num_rows=60, failures=True, num_blocks=22, max_num_seqs=6, **settings)
+    num_parts, sizes = pytestconfig.getoption("--requests") // 100, []
+    for seed in range(num_parts):
+        for i, request in enumerate(random_requests(seed, 100, max_n=3)):
+            group = engine.submit(request)
+            if i % 7 == 0:
+                engine.step()
+                engine.abort(group[0].request_id)
+                engine.check_move()
+            while len(engine.scheduler.waiting) > 6:
+                engine.step(prompts_first=i % 3 == 1)
+        engine.finish()
+        sizes.append(reachable_bytes(engine))
+    assert max(sizes[num_parts // 5 :]) < 1.2 * max(sizes[: num_parts // 5]), sizes
+    assert engine.scheduler.totals["loaded_blocks"] > 10 * num_parts
 
 
 def converse(engine, num_conversations=20, num_turns=5) -> float:
