@@ -1,4 +1,4 @@
-"""Sums whose summands are added by the kernel that reads them."""
+"""Sums that are not computed yet. The kernel that needs the result first adds the summands."""
 
 from collections.abc import Callable
 from typing import Any

@@ -220,5 +220,5 @@ def add_results(acc, adapter_ptrs, bits, columns, adds, part, n, is_n, N, M, SHA
 
 
 def num_splits(num_inputs: int, max_rank: int) -> int:
-    """Return into how many summands the programs divide A x."""
+    """Return into how many ranges the inputs are split. Different programs multiply different ranges by A."""
     return max(1, min(MAX_SPLITS, MAX_COLUMNS // max_rank, num_inputs // MIN_K_PER_SPLIT))

@@ -46,7 +46,7 @@ class ResumableAnswer(PartialAnswer):
 
 
 class ReplicaRequest(AsyncRequest):
-    """A request that another process computes. If that process is lost, another replica takes over the request.
+    """A request that runs in another process. If that process is lost, another replica takes over the request.
 
     The caller gets each delta once. A new replica sends the whole answer, and this class skips the part that the caller
     has received. The new replica samples only the remaining tokens. If the request asks for log-probabilities, the new
