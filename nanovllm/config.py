@@ -1,4 +1,4 @@
-"""The settings of an engine, which are validated and resolved on construction, and then frozen."""
+"""The settings of an engine. They are validated on construction. Only `Config.resolve` changes them later."""
 
 import inspect
 import logging

@@ -79,6 +79,8 @@ def test_shapes_of_prompts(llm, prompts, alone):
         run(llm, [{"prompt": QUESTIONS[0]}, {"prompt_token_ids": np.array(prompts[1])}, QUESTIONS[2], prompts[3]])
         == alone
     )
+    # keys of prompts with images, which a program may always set
+    assert run(llm, {"prompt": QUESTIONS[0], "mm_processor_kwargs": {"max_pixels": 9}}) == alone[:1]
     (answer,) = llm.generate({"prompt_token_ids": prompts[0], "prompt": "its text"}, GREEDY, use_tqdm=False)
     assert (answer.token_ids, answer.prompt) == (alone[0], "its text")
 

@@ -40,7 +40,7 @@ from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.lora.adapter_config import AdapterConfig
 from nanovllm.lora.adapter_queue import AdapterQueue, AdapterSlots
-from nanovllm.lora.lora_linear import AdapterRows, LoRAStack, add_lora, group_rows
+from nanovllm.lora.lora_linear import LoRAStack, StepAdapters, add_lora, group_rows
 from nanovllm.lora.lora_request import Adapter
 from nanovllm.serve.async_llm import AsyncLLM
 from nanovllm.utils.partial_sum import PartialSum
@@ -244,7 +244,7 @@ def test_kernels_for_a_row(slots, inputs, sizes, max_rank, dtype):
     norm.weight.data.uniform_(0.5, 2)
     for slot in range(-1, slots):
         slots_of_rows, bias = torch.tensor([slot], dtype=torch.int32, device=DEVICE), randn(outputs, dtype=dtype)
-        rows = AdapterRows(slots_of_rows, slots)
+        rows = StepAdapters(slots_of_rows, slots)
         out = torch.empty(1, 1, outputs, dtype=dtype, device=DEVICE)
         assert torch.equal(ops.adapted_linear(x, weight, bias, stack, rows, out=out), out[0])
         assert_close(out[0], expected_of_rows(x, weight, bias, stack, slots_of_rows), 4)
@@ -277,7 +277,7 @@ def test_kernels_for_few_rows(monkeypatch, num_rows, slots, inputs, sizes, max_r
     stack = make_stack(slots, inputs, sizes, max_rank, dtype)
     x, weight = randn(num_rows, inputs, dtype=dtype), randn(sum(sizes), inputs, dtype=dtype) / inputs**0.5
     for slots_of_rows in (torch.randint(-1, slots, (num_rows,)), torch.full((num_rows,), -1)):
-        rows = AdapterRows(slots_of_rows.to(DEVICE, torch.int32), slots)
+        rows = StepAdapters(slots_of_rows.to(DEVICE, torch.int32), slots)
         y = ops.adapted_linear(x, weight, None, stack, rows, split_k=split_k)
         assert y.shape == ((split_k, num_rows, sum(sizes)) if split_k > 1 else (num_rows, sum(sizes)))
         y = y.double().sum(0).to(dtype) if split_k > 1 else y
@@ -299,7 +299,7 @@ def test_rows_that_no_kernel_fuses(monkeypatch, num_rows, inputs, sizes, max_ran
         randn(sum(sizes), inputs, dtype=torch.float16),
     )
     x = randn(num_rows, inputs, dtype=torch.float16)
-    assert ops.adapted_linear(x, weight, None, stack, AdapterRows(None, 1)) is NotImplemented
+    assert ops.adapted_linear(x, weight, None, stack, StepAdapters(None, 1)) is NotImplemented
 
 
 def test_rows_without_adapters():

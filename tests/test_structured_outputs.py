@@ -588,7 +588,7 @@ class HeldSimulation(ConstrainedSimulation):
         self.seen["held"] += len(awaited)
         self.seen["held without blocks"] += sum(not seq.block_table for seq in self.scheduler.held)
         if awaited:
-            awaiting.release(self.scheduler)
+            awaiting.resume_done(self.scheduler)
             self.check_move()
         return super().step(token_id, prompts_first)
 

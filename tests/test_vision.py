@@ -30,12 +30,13 @@ from nanovllm import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from nanovllm.models import ModelConfig, make_model
 from nanovllm.requests.read_prompts import image_prompts_of
 from nanovllm.utils.loader import load_model
+from nanovllm.utils.replace import replace_methods
 from nanovllm.vision import image_parts, image_prompts, image_urls
 from nanovllm.vision.image_budget import cost_of_image
 from nanovllm.vision.image_reader import ImageReader
 from nanovllm.vision.prompt_images import PromptImages, images_in
 from nanovllm.vision.tower import VisionTower, rotate_patches
-from nanovllm.vision.vision_runner import ImageStore, vision_runner
+from nanovllm.vision.vision_runner import ImageStore, VisionRunner
 
 Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("transformers.models.qwen3_vl", reason="transformers before 4.57 does not have Qwen3-VL")
@@ -609,7 +610,7 @@ def test_graphs(make_vision, checkpoint, use_ops, monkeypatch, name):
 
     def takes_images_as_on_cuda(runner) -> None:
         runs_as_on_cuda(runner)
-        runner.__class__ = vision_runner(runner.__class__)
+        replace_methods(runner, VisionRunner, "Vision")
 
     monkeypatch.setattr(tests, "runs_as_on_cuda", takes_images_as_on_cuda)
     use_ops("norm_rope_and_store", "place_decodes", "accept", "delta_net_drafts")

@@ -19,7 +19,7 @@ BACKENDS: dict[str, Any] = {name: f"{__name__}.{name}:{name.title()}Backend" for
 
 
 def backend_class(name: str) -> Any:
-    home = BACKENDS.get(name, f"{__name__}.sdpa:SDPABackend")
+    home = f"{__name__}.sdpa:SDPABackend" if name == "sdpa" else BACKENDS[name]
     return resolve_name(home) if isinstance(home, str) else home
 
 

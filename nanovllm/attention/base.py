@@ -1,6 +1,7 @@
 """The interface of an attention backend."""
 
 import logging
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ class AttentionBackend:
     kv_cache_dtypes: tuple[str, ...] = ("auto",)  # supported values of `kv_cache_dtype`
     uses_cuda_graphs = True  # whether graphs can contain decodes; if so, `attend` reads no data on the host
     captures_chunks = False  # whether graphs can contain chunks; if so, only the device reads lengths
+    ops: Any = None  # a module with the functions of kernels/ops.py, for kernels that also compute norms and RoPE
 
     @staticmethod
     def devices() -> tuple[str, ...] | None:

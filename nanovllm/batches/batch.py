@@ -160,14 +160,14 @@ def shape_of(
 ) -> BatchShape:
     """Return the shape of a step without padding. Fields outside `graph_shape` keep their defaults."""
     k, chunk_lens = step.tokens_per_row, step.chunk_lens
-    n, prompt_seqs = step.num_decodes * k, (*step.new_seqs, *(seq for seq, _, _ in step.chunks))
+    n = step.num_decodes * k
     longest_decode = max((end for _, _, end in step.decodes), default=0)
     return BatchShape(
         num_tokens=n + sum(chunk_lens),
         num_seqs=n + len(chunk_lens),
         num_decode_rows=n,
         num_sampled_tokens=len(step.sampled_seqs) * k,
-        max_blocks_per_seq=max([-(-longest_decode // block_size), *(len(seq.block_table) for seq in prompt_seqs)]),
+        max_blocks_per_seq=max([-(-longest_decode // block_size), *(len(seq.block_table) for seq in step.prompt_seqs)]),
         max_seqlen_q=max(chunk_lens, default=1),
         backend_shapes=tuple((name, x.shape) for name, x in backend_arrays.items()),
         tokens_per_row=k,

@@ -124,16 +124,13 @@ class CUDAModelRunner(BatchRunner):
             if batch.feature_arrays:  # the graph edits logits, but does not upload the arrays that the edits read
                 self.upload(self._to_device(batch))
             return self.graphs.replay(batch.shape)
-        output = self.execute(batch)
-        results = output.results[: batch.shape.num_sampled_seqs]
-        return self.buffers.host.advance().results_like(results).copy_(results, non_blocking=True), output
-
-    @torch.inference_mode()
-    def execute(self, batch: HostBatch) -> ForwardOutput:
         device_batch = self._to_device(batch)
         if self.mixed_graphs and batch.shape.graph_shape in self.mixed_graphs.models:
-            return self.mixed_graphs.replay(batch.shape, lambda: self.upload(device_batch))
-        return self.forward(device_batch)
+            output = self.mixed_graphs.replay(batch.shape, lambda: self.upload(device_batch))
+        else:
+            output = self.forward(device_batch)
+        results = output.results[: batch.shape.num_sampled_seqs]
+        return self.buffers.host.advance().results_like(results).copy_(results, non_blocking=True), output
 
     def _to_device(self, batch: HostBatch) -> DeviceBatch:
         return to_device(batch, self.buffers.device)

@@ -295,7 +295,7 @@ def serve(runner: ModelRunner, reader: StepReader) -> None:
     while True:
         with reader.receive() as (shape, words):
             if not isinstance(shape, BatchShape):
-                shape.receive(words, runner, incoming)  # such as rollout.new_weights.TensorPart
+                shape.receive(words, runner, incoming)  # such as rollout.new_weights.WeightPart
                 continue
             if len(in_flight) == NUM_BUFFERS:  # this step reuses the host buffer of the oldest step in flight
                 in_flight.pop(0).synchronize()

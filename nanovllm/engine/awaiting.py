@@ -23,7 +23,7 @@ def hold(scheduler: "Scheduler", seq: Sequence) -> None:
     scheduler.waiting.discard(seq)  # if it was preempted while the step was in flight
 
 
-def release(scheduler: "Scheduler") -> list[Sequence]:
+def resume_done(scheduler: "Scheduler") -> list[Sequence]:
     """Resume or end the held sequences whose `awaited` Future is done. Return the ended sequences."""
     ended = []
     for seq in [seq for seq in scheduler.held if seq.awaited.done()]:

@@ -26,8 +26,8 @@ Ends = dict[Sequence, tuple[str, int | str | None]]  # finish reason and stop re
 class StepFeature:
     """The hooks of a feature. In this base class, most hooks do nothing.
 
-    The class methods run on rank 0 and handle sequences. The other methods run on every rank, and handle batches on the
-    device.
+    The class methods handle sequences, and run on rank 0, except `max_words`. The other methods run on every rank, and
+    handle batches on the device.
     """
 
     fields: tuple[str, ...] = ()  # numeric parameters of a registered feature; 0 means not asked for
@@ -108,10 +108,10 @@ class Feature(NamedTuple):
     """The location of a feature's class, and the request parameters that ask for the feature."""
 
     home: str | type[StepFeature]  # "module:Class" within nanovllm, or the class itself
-    fields: Mapping[str, Any]  # parameter -> its value when the feature is not asked for
+    defaults: Mapping[str, Any]  # parameter -> its value when the feature is not asked for
 
     def is_asked_for(self, params: SamplingParams) -> bool:
-        return any(getattr(params, name, default) != default for name, default in self.fields.items())
+        return any(getattr(params, name, default) != default for name, default in self.defaults.items())
 
     def load(self) -> type[StepFeature]:
         return _class_of(f"nanovllm.{self.home}") if isinstance(self.home, str) else self.home

@@ -17,7 +17,7 @@ from nanovllm.engine.engine_thread import EngineThread, Submission
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.outputs import OutputKind, RequestOutput
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.stats import described, stats_of_engine
+from nanovllm.engine.stats import described, stats_of
 from nanovllm.requests.input_processor import InputProcessor
 from nanovllm.requests.request import Adapters, Prompt
 from nanovllm.requests.step_callers import StepCallers
@@ -74,6 +74,7 @@ class LLMEngine:
             self.scheduler.eos = self.config.eos
         # the thread starts only now: the caller's thread loads the model, so that Ctrl-C can end it
         self.engine_thread = EngineThread(self.core)
+        self._step_callers = StepCallers(self.engine_thread)
         weakref.finalize(self, self.engine_thread.exit)  # registered first, so that a started thread always ends
         self.engine_thread.start()
         if logger.isEnabledFor(logging.INFO):
@@ -214,16 +215,14 @@ class LLMEngine:
         `pooled`, with a task that pools: the number of prompts whose vector was computed, by the engine's task.
         `steps`: the numbers of `prefill` steps (chunks of prompts), `decode` steps and `mixed` steps (both).
         """
-        return stats_of_engine(self)
+        if self.model_runner is None:  # after `exit`
+            return stats_of(self.scheduler)
+        return self.engine_thread.call(lambda: stats_of(self.scheduler))
 
     # for trainers
     load_weights = rollout.load_weights
     pause, resume, reset_prefix_cache = rollout.pause, rollout.resume, rollout.reset_prefix_cache
     sleep, wake_up, is_sleeping = rollout.sleep, rollout.wake_up, rollout.is_sleeping
-
-    @property
-    def _step_callers(self) -> StepCallers:
-        return self.__dict__.setdefault("step_callers", StepCallers(self.engine_thread))  # atomic: any thread may ask
 
     def __repr__(self) -> str:
         return described(self.config)

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from nanovllm.engine.awaiting import release
+from nanovllm.engine.awaiting import resume_done
 from nanovllm.engine.collector import OutputCollector
 from nanovllm.engine.outputs import OutputKind
 from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
@@ -44,7 +44,7 @@ class OutputProcessor:
 
     def release_held(self) -> None:
         if self.scheduler.held:
-            self._deliver(release(self.scheduler))
+            self._deliver(resume_done(self.scheduler))
 
     def _deliver(self, seqs: Collection[Sequence], num_prefill_tokens: int = 0, num_decode_tokens: int = 0) -> None:
         """Tell the requests of `seqs` about new tokens, pauses and ends. Hand the outputs to all callers."""

@@ -5,6 +5,7 @@ from pkgutil import resolve_name
 
 from nanovllm.config import Config
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.utils.replace import subclass
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 RUNNERS = {"cuda": "nanovllm.cuda.runner:CUDAModelRunner"}  # device type -> module:class
@@ -23,9 +24,9 @@ def make_runner(config: Config, part_done: Callable[[str], None], tp: TensorPara
         home = "nanovllm.batches.batch_runner:BatchRunner"
     runner = resolve_name(home)
     if config.pooling:
-        runner = resolve_name("nanovllm.pooling.pooling_runner:pooling_runner")(runner)
+        runner = subclass(resolve_name("nanovllm.pooling.pooling_runner:PoolingRunner"), runner, "Pooling")
     if config.model_config.vision:
-        runner = resolve_name("nanovllm.vision.vision_runner:vision_runner")(runner)
+        runner = subclass(resolve_name("nanovllm.vision.vision_runner:VisionRunner"), runner, "Vision")
     return runner(config, part_done, tp)
 
 
@@ -33,7 +34,8 @@ def is_plain(config: Config) -> bool:
     """Return whether the plain ModelRunner can compute the engine's steps.
 
     It computes one step at a time, on one rank. It samples one token per sequence, and keeps only keys and values, in
-    one block table. Its memory is never freed by `sleep` or copied to other memory.
+    one block table. It knows neither adapters nor images, and does not pool. Its memory is never freed by `sleep` or
+    copied to other memory.
     """
     model = config.model_config
     overlaps = config.async_scheduling or config.tensor_parallel_size > 1

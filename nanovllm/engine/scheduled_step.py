@@ -84,6 +84,11 @@ class ScheduledStep:
         return self.sampled_seqs[self.num_decodes :]
 
     @property
+    def prompt_seqs(self) -> list[Sequence]:
+        """The sequences with a chunk and those of `new_seqs`, each of them once."""
+        return [*dict.fromkeys([*(seq for seq, _, _ in self.chunks), *self.new_seqs])]
+
+    @property
     def rows(self) -> list[ScheduledSequence]:
         return [*self.decodes, *self.chunks]
 

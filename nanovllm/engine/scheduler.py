@@ -99,7 +99,7 @@ class Scheduler:
             self.block_manager.copies = step.copies
             return None
         watched = [seq for seq in step.sampled_seqs if seq.is_watched]
-        seqs = *watched, *(x.seq for x in step.chunks), *step.new_seqs  # features have host work only for these
+        seqs = *watched, *step.prompt_seqs  # features have host work only for these
         step.feature_names = {name for seq in seqs for name in seq.feature_state}
         self.totals[f"{step.kind}_steps"] += 1
         return step

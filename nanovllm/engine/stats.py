@@ -6,7 +6,6 @@ from nanovllm.engine.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
-    from nanovllm.engine.llm_engine import LLMEngine
 
 
 def stats_of(scheduler: Scheduler) -> dict:
@@ -23,13 +22,6 @@ def stats_of(scheduler: Scheduler) -> dict:
         "steps": {kind: totals[f"{kind}_steps"] for kind in ("prefill", "decode", "mixed")},
         **{name: counts for name, counts in optional.items() if counts},
     }
-
-
-def stats_of_engine(llm: "LLMEngine") -> dict:
-    """Return the dict of `LLMEngine.stats`, computed between two steps or after `exit`."""
-    if llm.model_runner is None:
-        return stats_of(llm.scheduler)
-    return llm.engine_thread.call(lambda: stats_of(llm.scheduler))
 
 
 def described(config: "Config") -> str:

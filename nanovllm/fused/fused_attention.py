@@ -75,7 +75,7 @@ def attend(attn: Attention, x: Any, qkv_proj: LinearBase | None, qk_norm_rope: Q
     computes qkv matmul, norms, RoPE and cache store.
     """
     backend, cache, context = attn.backend, attn.cache, get_context().of_table(attn.table)
-    kernels, slots = getattr(backend, "ops", None), context.slot_mapping  # only the backend with our kernels has `ops`
+    kernels, slots = backend.ops, context.slot_mapping
     q: Any = NotImplemented
     if kernels and context.is_prefill and qkv_proj is not None:
         q = kernels.qkv_norm_rope_store(x, qkv_proj, qk_norm_rope, slots, cache)

@@ -71,6 +71,13 @@ class WeightFormat:
         return (x.tensor(), layer.weight, None) if type(self) is WeightFormat else None
 
 
+class MultipliesByFormat:
+    """Replaces `LinearBase.multiply` in layers with a quantized weight or with adapters."""
+
+    def multiply(self: Any, x: Any, bias: torch.Tensor | None) -> torch.Tensor:
+        return self.format.linear(self, x, bias)
+
+
 FUSED_ACTIVATIONS.update({SiluAndMul.forward: SWIGLU, GeluAndMul.forward: GELU_AND_MUL})  # quantization adds another
 
 UNQUANTIZED = WeightFormat()  # has no state

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from nanovllm.config import Config
-from nanovllm.fused.fused_linear import UNQUANTIZED
+from nanovllm.fused.fused_linear import UNQUANTIZED, MultipliesByFormat
 from nanovllm.kernels.activations import SWIGLU, activation_of
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.linear import LinearBase
 from nanovllm.lora.expert_files import PROJECTIONS, ExpertsShape
 from nanovllm.lora.lora_experts import adapt_experts
-from nanovllm.lora.lora_linear import Adapted, LoRAFormat, LoRAStack
+from nanovllm.lora.lora_linear import LoRAFormat, LoRAStack
 from nanovllm.moe.experts import DOWN, GATE, UP, Experts, Router
 from nanovllm.utils.loader import stored_modules
 from nanovllm.utils.merged_tensors import WHOLE
@@ -88,7 +88,7 @@ class AdapterStacks:
             base = getattr(layer, "format", UNQUANTIZED)
             layer.format = LoRAFormat(base, stack, self.slots_of_requests)  # type: ignore[assignment]
             if type(layer).multiply is LinearBase.multiply:
-                replace_methods(layer, Adapted, "Adapted")
+                replace_methods(layer, MultipliesByFormat, "Adapted")
         self.shapes = {name: target.shape for name, target in self.targets.items()}
         self.experts: dict[str, ExpertsShape] = {}
         for path, experts in mixtures:

@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.cache.state import of_tokens
 from nanovllm.kernels import operation
-from nanovllm.lora.lora_linear import AdapterRows, LoRAStack, add_lora
+from nanovllm.lora.lora_linear import LoRAStack, StepAdapters, add_lora
 from nanovllm.moe.experts import Experts
 from nanovllm.utils.replace import replace_methods
 
@@ -58,7 +58,7 @@ class AdaptedExperts:
         index = expert_ids - self.first_expert
         has_adapter = (slots >= 0) & (index >= 0) & (index < self.num_local)
         rows_of_adapters = torch.where(has_adapter, slots * self.num_local + index, -1).int()
-        rows = AdapterRows(rows_of_adapters, len(self.down_adapters.a))
+        rows = StepAdapters(rows_of_adapters, len(self.down_adapters.a))
         h = expert_linear(x, self, "gate_up_proj", expert_ids)
         h = self.act_fn(add_lora(h, x, self.gate_up_adapters, rows))
         y = expert_linear(h, self, "down_proj", expert_ids)

@@ -26,8 +26,7 @@ class RequestAdapters(StepFeature):
 
     @classmethod
     def prepare(cls, step: ScheduledStep) -> Arrays | None:
-        seqs = [*dict.fromkeys([*(row.seq for row in step.chunks), *step.new_seqs])]
-        if not seqs:
+        if not (seqs := step.prompt_seqs):
             return None
         slots = [NO_SLOT if (adapter := adapter_of(seq)) is None else adapter.slot for seq in seqs]
         return {"req_indices": np.array([seq.req_index for seq in seqs], np.int32), "slots": np.array(slots, np.int32)}

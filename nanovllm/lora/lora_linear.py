@@ -50,7 +50,7 @@ def group_rows(slots: torch.Tensor, num_slots: int) -> Any:
     return [(slot, (slots == slot).nonzero().flatten()) for slot in present]
 
 
-class AdapterRows:
+class StepAdapters:
     """The slots of a step's rows.
 
     slots: [T] int32, negative for rows without an adapter. In a mixture of experts, `slot * experts + expert` takes the
@@ -68,7 +68,7 @@ class AdapterRows:
 
 @operation
 def add_lora(
-    y: torch.Tensor, x: torch.Tensor, stack: LoRAStack, rows: AdapterRows, gated: bool = False
+    y: torch.Tensor, x: torch.Tensor, stack: LoRAStack, rows: StepAdapters, gated: bool = False
 ) -> torch.Tensor:
     """Add B (A x) of each row's adapter to y [T, outputs] in place. x is [T, inputs]. Return y.
 
@@ -90,7 +90,7 @@ def adapted_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     stack: LoRAStack,
-    rows: AdapterRows,
+    rows: StepAdapters,
     gated: bool = False,
     split_k: int = 1,
     out: torch.Tensor | None = None,
@@ -102,7 +102,7 @@ def adapted_linear(
 
 
 def _added(
-    y: torch.Tensor, x: torch.Tensor, stack: LoRAStack, rows: AdapterRows, gated: bool, split_k: int
+    y: torch.Tensor, x: torch.Tensor, stack: LoRAStack, rows: StepAdapters, gated: bool, split_k: int
 ) -> torch.Tensor:
     if split_k == 1:
         return add_lora(y, x, stack, rows, gated)
@@ -135,15 +135,8 @@ class LoRAFormat(WeightFormat):
     def factors(self, layer: LinearBase, x: NormInput) -> None:
         """Return None. Otherwise, a fused kernel would compute this matmul without the adapter's result."""
 
-    def _rows(self) -> AdapterRows:
+    def _rows(self) -> StepAdapters:
         plans = get_context().plans  # the plans of this step, made in the first layer of the step
         if (rows := plans.get(LoRAFormat)) is None:
-            rows = plans[LoRAFormat] = AdapterRows(of_tokens(self.slots_of_requests), len(self.stack.a))
+            rows = plans[LoRAFormat] = StepAdapters(of_tokens(self.slots_of_requests), len(self.stack.a))
         return rows
-
-
-class Adapted:
-    """Replaces `LinearBase.multiply` in layers that can have adapters."""
-
-    def multiply(self: Any, x: Any, bias: torch.Tensor | None) -> torch.Tensor:
-        return self.format.linear(self, x, bias)

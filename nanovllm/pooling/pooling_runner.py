@@ -148,8 +148,3 @@ class PoolingRunner(BatchRunner):
     def exit(self) -> None:
         self.partial_vectors = None
         super().exit()
-
-
-def pooling_runner(base: type[BatchRunner]) -> type[BatchRunner]:
-    """Return a runner class whose steps compute vectors. The runner uses the same device as `base`."""
-    return type(f"Pooling{base.__name__}", (PoolingRunner, base), {})

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from nanovllm.fused import find_form
+from nanovllm.fused.fused_linear import MultipliesByFormat
 from nanovllm.kernels import ops_for
 from nanovllm.kernels.launch.gpu_features import has_fp8_units
 from nanovllm.layers.activation import SiluAndMul
@@ -19,7 +20,7 @@ from nanovllm.quantization.packed import PackedScheme
 from nanovllm.quantization.packed_linear import PackedExperts, PackedLinear
 from nanovllm.quantization.scaled import QuantScheme
 from nanovllm.quantization.scaled_experts import FP8Experts, ScaledExperts
-from nanovllm.quantization.scaled_linear import Quantized, ScaledLinear
+from nanovllm.quantization.scaled_linear import ScaledLinear
 from nanovllm.utils.loader import parameter, stored_modules
 from nanovllm.utils.nested_names import nested_names
 from nanovllm.utils.replace import replace_methods
@@ -139,7 +140,7 @@ class QuantConfig:
                 except ValueError as error:
                     raise ValueError(f"{path}: {error}") from error
                 if isinstance(module, LinearBase):
-                    replace_methods(module, Quantized, "Quantized")
+                    replace_methods(module, MultipliesByFormat, "Quantized")
             for name, p in [*module.named_parameters(recurse=False)]:
                 if p.is_meta:  # a bias, or a weight that is not quantized
                     setattr(module, name, parameter(tuple(p.shape), p.weight_loader, dtype))

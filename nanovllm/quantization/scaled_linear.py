@@ -39,13 +39,6 @@ def best_scaled_split_k(
     return 1
 
 
-class Quantized:
-    """Replaces `LinearBase.multiply` in layers whose format is defined in this folder."""
-
-    def multiply(self: Any, x: Any, bias: torch.Tensor | None) -> torch.Tensor:
-        return self.format.linear(self, x, bias)
-
-
 class ScaledLinear(WeightFormat):
     """The format of 8-bit weights. Kernels convert the weights while they read them."""
 

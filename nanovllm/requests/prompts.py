@@ -10,6 +10,7 @@ from nanovllm.requests.request import Message, Prompt
 if TYPE_CHECKING:
     from nanovllm.requests.input_processor import InputProcessor
 
+PROMPT_KEYS = {"prompt", "prompt_token_ids", "multi_modal_data", "mm_processor_kwargs"}
 KINDS = "a string, a list of token ids, a dict with 'prompt' or 'prompt_token_ids', or a conversation"
 
 
@@ -86,10 +87,11 @@ def read_text_prompt(
     ids: Any = prompt
     if isinstance(prompt, Mapping):
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        is_known = not prompt.keys() - {"prompt", "prompt_token_ids", "multi_modal_data"} and not isinstance(ids, str)
+        is_known = prompt.keys() <= PROMPT_KEYS and not isinstance(ids, str)
         if not isinstance(text, str | None) or (text is None and ids is None) or not is_known:
             raise TypeError(
-                f"prompt={prompt!r:.80}: a dict must have 'prompt' (text) or 'prompt_token_ids', and no other key"
+                f"prompt={prompt!r:.80}: a dict must have 'prompt' (text) or 'prompt_token_ids', and no keys but"
+                f" {sorted(PROMPT_KEYS)}"
             )
         if ids is None and text is not None:
             return text, processor.encode(text, add_special_tokens, is_cut)

@@ -1,4 +1,4 @@
-"""Replaces methods of existing objects. Quantized modules, fused modules and image support use this."""
+"""Replaces methods of existing objects, so that features and fast forms change modules and schedulers from outside."""
 
 from functools import cache
 from typing import Any
@@ -11,9 +11,9 @@ def replace_methods(module: Any, form: type, prefix: str) -> None:
     PyTorch's `fully_shard`, the new class is a subclass of both `form` and the old class. The new class's name begins
     with `prefix`.
     """
-    module.__class__ = _subclass(form, type(module), prefix)
+    module.__class__ = subclass(form, type(module), prefix)
 
 
 @cache
-def _subclass(form: type, base: type, prefix: str) -> type:
+def subclass(form: type, base: Any, prefix: str) -> Any:
     return type(prefix + base.__name__, (form, base), {})

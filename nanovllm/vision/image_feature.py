@@ -38,8 +38,7 @@ class RequestImages(StepFeature):
         placed: [N, 7], a row for each part of an image: the first token's index in the step, the number of tokens, the
             first token's index in the image, and the image's key.
         """
-        seqs = [*dict.fromkeys([*(row.seq for row in step.chunks), *step.new_seqs])]
-        if not seqs:
+        if not (seqs := step.prompt_seqs):
             return None
         deltas = [0 if (images := images_of(seq)) is None else images.delta for seq in seqs]
         req_indices = [seq.req_index for seq in seqs]

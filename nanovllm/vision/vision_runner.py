@@ -195,8 +195,3 @@ class VisionRunner(BatchRunner):
     def exit(self) -> None:
         self.images = self.deltas = None
         super().exit()
-
-
-def vision_runner(base: type[BatchRunner]) -> type[BatchRunner]:
-    """Return a runner class that takes images. The runner uses the same device as `base`."""
-    return type(f"Vision{base.__name__}", (VisionRunner, base), {})
