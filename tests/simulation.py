@@ -12,9 +12,9 @@ from typing import NamedTuple
 from zlib import crc32
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.policies import make_policy
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep, StepResult
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.scheduling_policy import make_policy
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.state_blocks import StateBlockManager
 from nanovllm.engine.stats import stats_of

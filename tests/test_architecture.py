@@ -34,7 +34,7 @@ SCHEDULING = [
     "engine/scheduled_step.py",
     "engine/block_manager.py",
     "engine/scheduling_policy.py",
-    "engine/policies.py",
+    "engine/admission.py",
     "engine/scheduler.py",
 ]
 
@@ -66,7 +66,7 @@ HOUSE = """
 0 | engine/__init__.py
 1 | engine/sequence.py <- engine/scheduled_step.py <- engine/features.py
   spec_decode/proposer.py spec_decode/ngram.py spec_decode/suffix.py
-  engine/block_manager.py engine/scheduling_policy.py engine/policies.py lora/lora_feature.py
+  engine/block_manager.py engine/scheduling_policy.py engine/admission.py lora/lora_feature.py
   vision/image_feature.py
   <- engine/state_blocks.py engine/window_blocks.py lora/adapter_queue.py
   <- engine/scheduler.py engine/awaiting.py engine/forks.py spec_decode/drafting_scheduler.py

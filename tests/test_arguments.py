@@ -20,7 +20,7 @@ from test_server import PROMPT, QUESTION, TOOL, running
 from nanovllm import LLM, BeamSearchParams, SamplingParams, SchedulingPolicy
 from nanovllm.compat import vllm
 from nanovllm.config import Config
-from nanovllm.engine.policies import Priority
+from nanovllm.engine.scheduling_policy import Priority
 from nanovllm.features.logit_edits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from nanovllm.serve import cli
 from nanovllm.serve.anthropic_api import MessagesBody, chat_body

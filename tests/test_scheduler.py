@@ -22,8 +22,8 @@ from simulation import (
     rows,
 )
 
+from nanovllm.engine.admission import MAX_STEPS_WITHOUT_ADMISSION, MIN_SHARED_CHUNK, TokenBudget
 from nanovllm.engine.forks import fork, resume
-from nanovllm.engine.scheduling_policy import MAX_STEPS_WITHOUT_ADMISSION, MIN_SHARED_CHUNK, TokenBudget
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.stats import stats_of
 

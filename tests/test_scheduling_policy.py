@@ -9,13 +9,8 @@ from common import generate_by_steps, step_error
 from simulation import SimulatedEngine, rows
 
 from nanovllm import BeamSearchParams, SamplingParams, SchedulingPolicy
-from nanovllm.engine.scheduling_policy import (
-    FCFS,
-    MAX_STEPS_WITHOUT_ADMISSION,
-    MIN_SHARED_CHUNK,
-    TokenBudget,
-    WaitingQueue,
-)
+from nanovllm.engine.admission import MAX_STEPS_WITHOUT_ADMISSION, MIN_SHARED_CHUNK, TokenBudget, WaitingQueue
+from nanovllm.engine.scheduling_policy import FCFS
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.stats import stats_of
 from nanovllm.features import beam_search

@@ -39,8 +39,8 @@ from simulation import (
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.cache.block_copies import block_parts
+from nanovllm.engine.admission import MAX_STEPS_WITHOUT_ADMISSION
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.scheduling_policy import MAX_STEPS_WITHOUT_ADMISSION
 from nanovllm.rollout import weights_of
 from nanovllm.tiers import disk_tier, host_blocks, tiered_blocks
 from nanovllm.tiers.block_files import BlockFiles

@@ -8,10 +8,10 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from nanovllm.engine import awaiting, forks
+from nanovllm.engine.admission import AdmissionPause, TokenBudget, WaitingQueue
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.features import FEATURES, Ends
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep, StepResult
-from nanovllm.engine.scheduling_policy import AdmissionPause, TokenBudget, WaitingQueue
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
 if TYPE_CHECKING:

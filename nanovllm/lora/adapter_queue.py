@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from nanovllm.engine.scheduling_policy import WaitingQueue
+from nanovllm.engine.admission import WaitingQueue
 from nanovllm.engine.sequence import Sequence
 from nanovllm.lora.lora_request import Adapter, adapter_of
 

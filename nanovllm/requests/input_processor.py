@@ -13,8 +13,7 @@ import xxhash
 from nanovllm.config import Config
 from nanovllm.engine.features import FEATURES
 from nanovllm.engine.outputs import OutputKind
-from nanovllm.engine.policies import make_policy
-from nanovllm.engine.scheduling_policy import FCFS, SchedulingPolicy
+from nanovllm.engine.scheduling_policy import FCFS, SchedulingPolicy, make_policy
 from nanovllm.engine.sequence import Sequence
 from nanovllm.pooling.task import check_task
 from nanovllm.requests.detokenizer import TokenBytes

@@ -10,8 +10,8 @@ from operator import attrgetter
 from time import sleep
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.engine.admission import WaitingQueue
 from nanovllm.engine.block_manager import Block, BlockManager
-from nanovllm.engine.scheduling_policy import WaitingQueue
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.state_blocks import StateBlockManager
 from nanovllm.engine.window_blocks import Column, WindowBlockManager

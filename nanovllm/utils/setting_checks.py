@@ -3,7 +3,7 @@
 from typing import Any
 
 # names for the setting `scheduling_policy` -> module:class
-POLICIES = {"fcfs": "nanovllm.engine.scheduling_policy:FCFS", "priority": "nanovllm.engine.policies:Priority"}
+POLICIES = {"fcfs": "nanovllm.engine.scheduling_policy:FCFS", "priority": "nanovllm.engine.scheduling_policy:Priority"}
 
 
 def check_policy(name: str, policy: Any) -> Any:

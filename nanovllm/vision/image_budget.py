@@ -6,8 +6,8 @@ tokens as the tower needs for the image.
 
 from collections.abc import Callable
 
+from nanovllm.engine.admission import TokenBudget
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.scheduling_policy import TokenBudget
 from nanovllm.engine.sequence import Sequence
 from nanovllm.models import ModelConfig
 from nanovllm.vision.prompt_images import PromptImage, images_in

@@ -14,7 +14,7 @@ from nanovllm.benchmarks.engines.loops import measure, serve
 from nanovllm.benchmarks.processes import seconds_since_start
 from nanovllm.benchmarks.requests import Request, Workloads
 from nanovllm.benchmarks.results import Result, drafts_since, fastest, joined
-from nanovllm.engine.scheduling_policy import TokenBudget
+from nanovllm.engine.admission import TokenBudget
 
 if TYPE_CHECKING:
     from nanovllm import LLM
