@@ -74,7 +74,6 @@ class LLMEngine:
             self.scheduler.eos = self.config.eos
         # the thread starts only now: the caller's thread loads the model, so that Ctrl-C can end it
         self.engine_thread = EngineThread(self.core)
-        self._step_callers = StepCallers(self.engine_thread)
         weakref.finalize(self, self.engine_thread.exit)  # registered first, so that a started thread always ends
         self.engine_thread.start()
         if logger.isEnabledFor(logging.INFO):
@@ -223,6 +222,10 @@ class LLMEngine:
     load_weights = rollout.load_weights
     pause, resume, reset_prefix_cache = rollout.pause, rollout.resume, rollout.reset_prefix_cache
     sleep, wake_up, is_sleeping = rollout.sleep, rollout.wake_up, rollout.is_sleeping
+
+    @property
+    def _step_callers(self) -> StepCallers:
+        return self.__dict__.setdefault("step_callers", StepCallers(self.engine_thread))  # atomic: any thread may ask
 
     def __repr__(self) -> str:
         return described(self.config)
