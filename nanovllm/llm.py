@@ -59,8 +59,11 @@ class LLM(LLMEngine):
             "continue_final_message": continue_final_message,
             "tools": tools,
         } | check_template_arguments(chat_template_kwargs)
-        arguments = sampling_params, OutputKind.FINAL_ONLY, template_arguments, priority, lora_request
-        return self._run(self.input_processor.requests(as_conversations(messages), *arguments), use_tqdm)
+        conversations, kind = as_conversations(messages), OutputKind.FINAL_ONLY
+        requests = self.input_processor.requests(
+            conversations, sampling_params, kind, template_arguments, priority, lora_request
+        )
+        return self._run(requests, use_tqdm)
 
     def beam_search(
         self,

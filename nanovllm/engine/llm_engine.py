@@ -97,8 +97,9 @@ class LLMEngine:
         If a prompt is invalid, `generate` queues no prompt, and raises ValueError or TypeError, as `add_request` does.
         Ctrl-C drops the requests of this call. `use_tqdm` shows a progress bar on a terminal or in a notebook.
         """
-        kind = OutputKind.FINAL_ONLY
-        requests = self.input_processor.requests(prompts, sampling_params, kind, None, priority, lora_request)
+        requests = self.input_processor.requests(
+            prompts, sampling_params, OutputKind.FINAL_ONLY, priority=priority, lora_request=lora_request
+        )
         return self._run(requests, use_tqdm)
 
     def _run(self, requests: list[Any], use_tqdm: bool, desc: str = "Generating") -> list[Any]:
@@ -132,8 +133,10 @@ class LLMEngine:
         engine runs at most 32 steps ahead of the reader, unless other callers need more steps.
         """
         self.engine_thread.check_open()
-        arguments = prompts, sampling_params, OutputKind.DELTA, chat_template_kwargs, priority, lora_request
-        return events_of(self.input_processor.requests(*arguments), self.engine_thread)
+        requests = self.input_processor.requests(
+            prompts, sampling_params, OutputKind.DELTA, chat_template_kwargs, priority, lora_request
+        )
+        return events_of(requests, self.engine_thread)
 
     def add_request(
         self,
