@@ -106,7 +106,7 @@ HOUSE = """
   requests/streamed_request.py <- requests/read_prompts.py <- requests/input_processor.py engine/output_processor.py
   lora/adapters.py <- engine/engine.py features/beam_search.py pooling/pooling_prompts.py pooling/pooling_request.py
   pooling/calls.py tiers/shared_rows.py tiers/block_files.py <- tiers/host_blocks.py
-  <- lora/adapter_messages.py tiers/host_tier.py vision/image_messages.py <- tiers/disk_tier.py
+  <- lora/setup.py tiers/host_tier.py vision/setup.py <- tiers/disk_tier.py
   <- engine/build.py engine/engine_thread.py
   <- requests/step_callers.py requests/streams.py
   <- engine/llm_engine.py rollout/ <- llm.py <- __init__.py <- compat/vllm_pooling.py

@@ -37,7 +37,7 @@ def build_engine(config: Config, part_done: Callable[[str], None] = lambda part:
     # only now, because the runner determines the numbers of cache blocks and states
     engine.scheduler = make_scheduler(config)
     if config.enable_lora:
-        from nanovllm.lora.adapter_messages import use_adapters  # few engines have adapters
+        from nanovllm.lora.setup import use_adapters  # few engines have adapters
 
         use_adapters(engine)
     if config.swap_space:
@@ -46,7 +46,7 @@ def build_engine(config: Config, part_done: Callable[[str], None] = lambda part:
         (host_tier.use_host_tier if config.swap_dir is None else disk_tier.use_disk_tier)(engine)
         part_done("host memory")
     if config.model_config.vision is not None:
-        from nanovllm.vision.image_messages import use_images  # few engines take images
+        from nanovllm.vision.setup import use_images  # few engines take images
 
         use_images(engine)
     engine.output_processor = OutputProcessor(engine.scheduler)

@@ -32,7 +32,7 @@ class ImageStore:
         self._tower, self._max_tokens, self._device = tower, max_tokens, device
         self._embeddings: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # [1 + layers, tokens, hidden_size]
         self._cleared: list[bytes] = []  # digests that the other ranks must still remove
-        # called with an image that must be computed, and the digests of the images to remove; see image_messages.py
+        # called with an image that must be computed, and the digests of the images to remove; see setup.py
         self.tell_ranks: Callable[[PromptImage, list[bytes]], None] = lambda image, leaving: None
 
     def __contains__(self, digest: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""Sends images to the other ranks. Prepares an engine's scheduler and prefix cache for images."""
+"""Prepares an engine's scheduler and prefix cache for images. Sends images to the other ranks."""
 
 from functools import partial
 from typing import Any, NamedTuple

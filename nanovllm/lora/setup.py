@@ -1,4 +1,4 @@
-"""Stores adapters on the devices of all ranks, between two steps."""
+"""Prepares an engine for adapters. Stores adapters on the devices of all ranks, between two steps."""
 
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +16,7 @@ from nanovllm.utils.tensor_parts import TensorPart, parts_of
 if TYPE_CHECKING:
     from nanovllm.engine.model_runner import ModelRunner
 
-RANKS, WEIGHTS = "ranks of an adapter", "weights of an adapter"
+LORA_RANKS, LORA_WEIGHTS = "ranks of an adapter", "weights of an adapter"
 
 
 class AdapterPart(NamedTuple):
@@ -31,7 +31,7 @@ class AdapterPart(NamedTuple):
     def receive(self, words: np.ndarray, runner: "ModelRunner", incoming: dict[Any, Any]) -> None:
         if (tensor := self.part.join(words, incoming)) is None:
             return
-        if self.part.name == RANKS:
+        if self.part.name == LORA_RANKS:
             incoming[AdapterPart] = tensor.tolist()
         else:
             with runner.on_device():
@@ -53,7 +53,7 @@ def _write(engine: Engine, slot: int, adapter: Adapter) -> None:
     runner = engine.model_runner
     assert runner is not None, "the engine is open"
     if engine.workers.processes:
-        for name, tensor in ((RANKS, torch.tensor(adapter.ranks)), (WEIGHTS, adapter.weights)):
+        for name, tensor in ((LORA_RANKS, torch.tensor(adapter.ranks)), (LORA_WEIGHTS, adapter.weights)):
             for part, words in parts_of(name, tensor, 4 * largest_batch(engine.config)):
                 engine.workers.send(AdapterPart(slot, part), words)
     with runner.on_device():
