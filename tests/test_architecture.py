@@ -82,7 +82,7 @@ HOUSE = """
   quantization/scaled_experts.py <- quantization/fp8_linear.py quantization/packed_linear.py <-
   quantization/quant_config.py <- quantization/formats/
   <- lora/adapter_tensors.py lora/lora_linear.py <- lora/expert_files.py lora/lora_experts.py <- lora/adapter_files.py
-  <- lora/adapter_stacks.py
+  <- lora/adapter_stacks.py lora/adapter_registry.py
 4 | engine/forward_output.py
   features/__init__.py cache/block_copies.py <- features/logit_edits.py features/logprob_outputs.py
   <- features/logprobs.py engine/model_runner.py

@@ -8,8 +8,8 @@ import torch
 
 from nanovllm.batches.batch import largest_batch
 from nanovllm.engine.engine import Engine
-from nanovllm.lora.adapter_files import AdapterRegistry
 from nanovllm.lora.adapter_queue import AdapterQueue, AdapterSlots
+from nanovllm.lora.adapter_registry import AdapterRegistry
 from nanovllm.lora.lora_request import Adapter
 from nanovllm.utils.tensor_parts import TensorPart, parts_of
 

@@ -1,0 +1,56 @@
+"""Holds the adapters of an engine in host memory."""
+
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+from nanovllm.lora.adapter_files import read_adapter
+from nanovllm.lora.expert_files import ExpertsShape
+from nanovllm.lora.lora_request import Adapter, LoRARequest
+
+if TYPE_CHECKING:
+    from nanovllm.config import Config
+    from nanovllm.lora.adapter_queue import AdapterSlots
+
+
+class AdapterRegistry:
+    """The adapters in host memory. Any thread may call the methods.
+
+    An adapter stays in memory from `add` until `remove`, and also while a request uses it or a device stores it.
+    """
+
+    def __init__(
+        self,
+        config: "Config",
+        shapes: Mapping[str, tuple[int, int]],
+        experts: Mapping[str, ExpertsShape],
+        slots: "AdapterSlots",
+    ):
+        """shapes: (inputs, outputs) of each linear layer that can have an adapter, by checkpoint name.
+
+        experts: the mixtures of experts, by name. slots: the adapters on the devices.
+        """
+        self._config, self.shapes, self.experts, self.slots = config, shapes, experts, slots
+        self._loaded: WeakValueDictionary[LoRARequest, Adapter] = WeakValueDictionary()
+        self._added: dict[int, Adapter] = {}  # by `lora_int_id`
+        self._lock = threading.Lock()  # so that two threads do not read the same adapter
+
+    def get(self, request: LoRARequest) -> Adapter:
+        """Return an adapter, reading it if necessary. Raises the errors of `read_adapter`."""
+        if (adapter := self._loaded.get(request)) is not None:  # without waiting for other reads
+            return adapter
+        with self._lock:
+            if (adapter := self._loaded.get(request)) is None:
+                adapter = self._loaded[request] = read_adapter(request, self._config, self.shapes, self.experts)
+            return adapter
+
+    def add(self, request: LoRARequest) -> None:
+        """Read an adapter, and keep it in memory until it is removed. Raises the errors of `read_adapter`."""
+        if not isinstance(request, LoRARequest):
+            raise TypeError(f"lora_request={request!r:.80}: must be a LoRARequest")
+        self._added[request.lora_int_id] = self.get(request)
+
+    def remove(self, lora_int_id: int) -> bool:
+        """Undo `add`. Running requests keep the adapter until they end. Return False if there was nothing to undo."""
+        return self._added.pop(lora_int_id, None) is not None
