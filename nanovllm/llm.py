@@ -83,14 +83,14 @@ class LLM(LLMEngine):
     def add_lora(self, lora_request: "LoRARequest") -> None:
         """Read an adapter, and keep it in host memory until `remove_lora` is called.
 
-        Raises the errors of `lora.adapter_files.read_adapter`. Raises ValueError unless `enable_lora=True` is set.
+        Raises the errors of `lora.adapter_registry.AdapterRegistry.get`, and ValueError without `enable_lora=True`.
         """
         self._adapters().add(lora_request)
 
     def remove_lora(self, lora_int_id: int) -> bool:
-        """Undo `add_lora`. Return False if there was nothing to undo.
+        """Forget an adapter, so that the next request with this number reads files again.
 
-        Unfinished requests continue to use the adapter.
+        Unfinished requests continue to use the adapter. Return False if host memory has no adapter with this number.
         """
         return self._adapters().remove(lora_int_id)
 

@@ -220,7 +220,7 @@ def test_slots(make_llm, model, tmp_path):
     assert_merged(model, outputs, used)
     llm.add_lora(found[1].request)
     assert llm.remove_lora(2) and not llm.remove_lora(2)
-    assert {*llm.input_processor.helpers["adapters"]._loaded} == {found[0].request}
+    assert {*llm.input_processor.helpers["adapters"]._loaded} == {1}
 
 
 def test_sleep(make_llm, model, tmp_path):

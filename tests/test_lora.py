@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 from dataclasses import replace
 from functools import partial
 from math import gcd, sqrt
@@ -940,10 +941,48 @@ def test_adapters_in_host_memory(make_llm, model, found):
     first = answer(adapter.request)
     llm.add_lora(found[1].request)
     answer(found[2].request)
-    assert {*registry._loaded} == {found[1].request, found[2].request}
-    assert llm.remove_lora(2) and not llm.remove_lora(2) and {*registry._loaded} == {found[2].request}
+    assert {*registry._loaded} == {2, 3}
+    assert llm.remove_lora(2) and not llm.remove_lora(2) and {*registry._loaded} == {3}
     edit_tensors(adapter, **{f"{Q}__lora_B__weight": 5 * torch.ones(128, 4)})
     assert answer(replace(adapter.request, lora_int_id=7)) != first
+
+
+def test_number_of_two_adapters(make_llm, model, found):
+    llm, adapter, other = make_llm(model, **LORA), found[0].request, found[1].request
+    llm.add_lora(adapter)
+    for wrong in (replace(adapter, lora_name="x"), replace(adapter, lora_path=other.lora_path)):
+        names = f"{adapter.lora_name!r} ({adapter.lora_path!r})", f"{wrong.lora_name!r} ({wrong.lora_path!r})"
+        message = f"lora_int_id=1: is the number of {names[0]}, not of {names[1]}: "
+        with pytest.raises(ValueError, match=re.escape(message)):
+            llm.add_lora(wrong)
+        with pytest.raises(ValueError, match=re.escape(message)):
+            llm.generate([[1], [2]], lora_request=[adapter, wrong])
+    llm.add_lora(replace(adapter))  # an equal request is the same adapter
+    assert llm.remove_lora(1) and not llm.remove_lora(1)
+    llm.add_lora(wrong)
+
+
+def test_number_that_is_used_again(make_llm, model, found):
+    """After `remove_lora`, the number names a new adapter, and unfinished requests end with the old one."""
+    llm, (prompt, _) = make_llm(model, **LORA), requests()[0]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    answer = lambda request: llm.generate([prompt], params, False, lora_request=request)[0].token_ids
+    adapter, other = found[0].request, found[2].request
+    expected = answer(adapter), answer(other)
+    assert expected[0] != expected[1] and llm.remove_lora(1) and llm.remove_lora(3)
+    ids = [llm.add_request(prompt, params, lora_request=adapter)]
+    llm.step()
+    assert llm.remove_lora(1)
+    ids.append(llm.add_request(prompt, params, lora_request=replace(other, lora_int_id=1)))
+    outputs = {}
+    while not llm.is_finished():
+        outputs |= {output.request_id: output.token_ids for output in llm.step().finished}
+    assert (outputs[ids[0]], outputs[ids[1]]) == expected
+    # the same folder with other files, while a slot still holds the old adapter
+    assert llm.remove_lora(1) and answer(adapter) == expected[0]
+    edit_tensors(found[0], **{f"{Q}__lora_B__weight": 5 * torch.ones(128, 4)})
+    assert answer(adapter) == expected[0] and llm.remove_lora(1)
+    assert answer(adapter) != expected[0]
 
 
 def test_patterns(tmp_path):

@@ -152,7 +152,7 @@ class LLMEngine:
 
         Raises ValueError if the prompt is empty, has `max_model_len` tokens or more, or contains a token id outside the
         vocabulary. Raises TypeError for anything that is not a prompt. Also raises the errors of a custom scheduling
-        policy, and those of `lora.adapter_files.read_adapter`. After an error, nothing is queued.
+        policy, and those of `lora.adapter_registry.AdapterRegistry.get`. After an error, nothing is queued.
         """
         self.engine_thread.check_open()
         request = self.input_processor.request(prompt, sampling_params, OutputKind.TOKENS, priority=priority)

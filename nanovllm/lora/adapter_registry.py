@@ -32,25 +32,37 @@ class AdapterRegistry:
         experts: the mixtures of experts, by name. slots: the adapters on the devices.
         """
         self._config, self.shapes, self.experts, self.slots = config, shapes, experts, slots
-        self._loaded: WeakValueDictionary[LoRARequest, Adapter] = WeakValueDictionary()
-        self._added: dict[int, Adapter] = {}  # by `lora_int_id`
+        self._loaded: WeakValueDictionary[int, Adapter] = WeakValueDictionary()  # by `lora_int_id`, as in `_added`
+        self._added: dict[int, Adapter] = {}
         self._lock = threading.Lock()  # so that two threads do not read the same adapter
 
     def get(self, request: LoRARequest) -> Adapter:
-        """Return an adapter, reading it if necessary. Raises the errors of `read_adapter`."""
-        if (adapter := self._loaded.get(request)) is not None:  # without waiting for other reads
-            return adapter
-        with self._lock:
-            if (adapter := self._loaded.get(request)) is None:
-                adapter = self._loaded[request] = read_adapter(request, self._config, self.shapes, self.experts)
-            return adapter
+        """Return an adapter, reading it if necessary.
+
+        Raises ValueError if another adapter in memory has this number. Raises the errors of `read_adapter`.
+        """
+        number = request.lora_int_id
+        if (adapter := self._loaded.get(number)) is None:  # without waiting for other reads
+            with self._lock:
+                if (adapter := self._loaded.get(number)) is None:
+                    adapter = self._loaded[number] = read_adapter(request, self._config, self.shapes, self.experts)
+        if adapter.request != request:
+            known, wrong = (f"{x.lora_name!r:.80} ({x.lora_path!r:.200})" for x in (adapter.request, request))
+            advice = f"use another number, or call remove_lora({number}) first"
+            raise ValueError(f"lora_int_id={number}: is the number of {known}, not of {wrong}: {advice}")
+        return adapter
 
     def add(self, request: LoRARequest) -> None:
-        """Read an adapter, and keep it in memory until it is removed. Raises the errors of `read_adapter`."""
+        """Read an adapter, and keep it in memory until it is removed. Raises the errors of `get`."""
         if not isinstance(request, LoRARequest):
             raise TypeError(f"lora_request={request!r:.80}: must be a LoRARequest")
         self._added[request.lora_int_id] = self.get(request)
 
     def remove(self, lora_int_id: int) -> bool:
-        """Undo `add`. Running requests keep the adapter until they end. Return False if there was nothing to undo."""
-        return self._added.pop(lora_int_id, None) is not None
+        """Forget an adapter, so that the next request with this number reads files again.
+
+        Unfinished requests keep the adapter until they end. Return False if memory has no adapter with this number.
+        """
+        adapter = self._loaded.pop(lora_int_id, None)
+        self._added.pop(lora_int_id, None)
+        return adapter is not None

@@ -15,7 +15,7 @@ def set_adapters(requests: Sequence["Request"], lora_request: Any, processor: "I
 
     `lora_request` is one LoRARequest or None for all requests, or a list with one element for each request. Raises
     TypeError for other types. Raises ValueError if a list has a wrong length, or if an adapter is given without
-    `enable_lora`. Raises the errors of `read_adapter`.
+    `enable_lora`. Raises the errors of `AdapterRegistry.get`.
     """
     found = lora_request if isinstance(lora_request, (list, tuple)) else [lora_request] * len(requests)
     if len(found) != len(requests):

@@ -11,7 +11,8 @@ class LoRARequest:
     """Names an adapter, as in vLLM.
 
     lora_name: a name for people.
-    lora_int_id: a number that identifies the adapter. Use a new number if the adapter's files change.
+    lora_int_id: a number that identifies the adapter. If the adapter's files change, use a new number, or call
+        `LLM.remove_lora` first.
     lora_path: the adapter's folder, as PEFT saves it, or "tiny-qwen3-descending", the adapter in this package.
 
     Raises TypeError if a field has another type, or if a name or path is empty. Raises ValueError if the number is
@@ -32,7 +33,7 @@ class LoRARequest:
 
 @dataclass(eq=False)
 class Adapter:
-    """The weights of an adapter in host memory. An engine has at most one Adapter for each LoRARequest.
+    """The weights of an adapter in host memory. New requests with the same `lora_int_id` share one Adapter.
 
     ranks: the rank of each module in `AdapterStacks.targets`. 0 means that the adapter does not change the module.
     weights: a flat tensor. For each changed module, it contains A [rank, inputs] and then B [outputs, rank]. B includes
