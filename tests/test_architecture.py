@@ -101,7 +101,7 @@ HOUSE = """
   <- structured_outputs/structured_feature.py
 6 | requests/__init__.py requests/detokenizer.py
   requests/sentencepiece.py requests/recommended_params.py features/stop_strings.py <- requests/request.py
-  requests/content_parts.py <- vision/image_urls.py vision/image_parts.py <- vision/image_reader.py
+  requests/content_parts.py <- vision/image_urls.py vision/image_sources.py <- vision/image_reader.py
   <- requests/chat_templates.py <- requests/prompts.py <- vision/image_prompts.py requests/truncation.py
   requests/streamed_request.py <- requests/read_prompts.py <- requests/input_processor.py engine/output_processor.py
   lora/adapters.py <- engine/engine.py features/beam_search.py pooling/pooling_prompts.py pooling/pooling_request.py

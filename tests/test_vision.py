@@ -28,10 +28,10 @@ from test_states import poison
 
 from nanovllm import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from nanovllm.models import ModelConfig, make_model
-from nanovllm.requests.read_prompts import image_prompts_of
+from nanovllm.requests.read_prompts import image_prompt_reader
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.replace import replace_methods
-from nanovllm.vision import image_parts, image_prompts, image_urls
+from nanovllm.vision import image_prompts, image_sources, image_urls
 from nanovllm.vision.image_budget import cost_of_image
 from nanovllm.vision.image_reader import ImageReader
 from nanovllm.vision.prompt_images import PromptImages, images_in
@@ -263,7 +263,7 @@ def test_pixels_are_those_of_transformers(make_vision):
     llm = make_vision()
     for size in ((61, 43), (8, 300), (500, 400)):
         image = picture(*size)
-        ours = image_prompts_of(llm.input_processor).reader.read(image)
+        ours = image_prompt_reader(llm.input_processor).reader.read(image)
         ours = Reference.pixels(PromptImages([ours], [PAD_ID] * ours.num_tokens, PAD_ID))
         processor = getattr(transformers, "Qwen2VLImageProcessorPil" if V5 else "Qwen2VLImageProcessor")(
             patch_size=4, merge_size=2, image_mean=[0.5] * 3, image_std=[0.5] * 3, **PIXELS
@@ -696,7 +696,7 @@ def test_forms_of_images(make_vision, tmp_path):
 
 def test_sizes_for_one_image(make_vision, checkpoint, monkeypatch):
     """`detail`, `min_pixels` and `max_pixels` scale an image; what has other pixels shares no block."""
-    monkeypatch.setattr(image_parts, "LOW_DETAIL", 1024)
+    monkeypatch.setattr(image_sources, "LOW_DETAIL", 1024)
     llm, image = make_vision(), picture(50, 30)
     reference = Reference(checkpoint("qwen3_vl")[1], llm)
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=0)
@@ -823,7 +823,7 @@ def test_modes_of_images(make_vision):
     """Palettes, gray, alpha, 16 bits, CMYK, animation and rotation are read as transformers reads them."""
     from transformers.image_utils import load_image
 
-    reader, image = image_prompts_of(make_vision().input_processor).reader, picture(40, 30)
+    reader, image = image_prompt_reader(make_vision().input_processor).reader, picture(40, 30)
     exif = Image.Exif()
     exif[0x112] = 6  # turned by 90 degrees
     files = [as_bytes(image.convert(mode)) for mode in ("P", "L", "RGBA", "LA", "1")]
@@ -886,7 +886,7 @@ def test_wrong_images(one_engine, data, kind, match):
 def test_sizes_of_images(make_vision):
     """Files that claim many pixels are not decoded."""
     llm = make_vision(limit_mm_per_prompt={"image": 2})
-    read = image_prompts_of(llm.input_processor).reader.read
+    read = image_prompt_reader(llm.input_processor).reader.read
     header = as_bytes(Image.new("1", (9000, 9000)))
     assert len(header) < 200000
     with pytest.raises(ValueError, match="has 9000 x 9000 pixels: must have between 1 and 67108864 pixels"):
@@ -1015,7 +1015,7 @@ def test_downloads(make_vision, monkeypatch):
     with HTTPServer(("127.0.0.1", 0), Handler) as http_server:
         Thread(target=http_server.serve_forever, daemon=True).start()
         url = f"http://pictures.test:{http_server.server_port}"
-        reader = image_prompts_of(make_vision().input_processor).reader
+        reader = image_prompt_reader(make_vision().input_processor).reader
         reader.config.resolve(allowed_media_domains=("pictures.test",))
         assert reader.read(f"{url}/ä%20?ö", is_trusted=False) == reader.read(picture(50, 30))
         with pytest.raises(ValueError, match="the answer has status 302"):
@@ -1037,7 +1037,7 @@ def test_downloads(make_vision, monkeypatch):
 @pytest.mark.filterwarnings("ignore")  # Pillow's, about damaged files
 def test_damaged_files(make_vision):
     """Cut, and with other bytes: a ValueError or an image, and nothing else."""
-    reader, rng = image_prompts_of(make_vision().input_processor).reader, random.Random(0)
+    reader, rng = image_prompt_reader(make_vision().input_processor).reader, random.Random(0)
     num_read = 0
     for kind in ("PNG", "JPEG", "GIF", "WEBP", "TIFF", "BMP"):
         whole = as_bytes(picture(33, 21), kind)
@@ -1076,10 +1076,9 @@ def test_all_apis(server, monkeypatch):
 
     Threads that tokenize texts read no images.
     """
-    threads, read = set(), image_prompts.ImagePrompts.read
-    monkeypatch.setattr(
-        image_prompts.ImagePrompts, "read", lambda *arguments: threads.add(current_thread().name) or read(*arguments)
-    )
+    threads, read = set(), image_prompts.ImagePromptReader.read
+    spy = lambda *arguments: threads.add(current_thread().name) or read(*arguments)
+    monkeypatch.setattr(image_prompts.ImagePromptReader, "read", spy)
     openai, httpx = pytest.importorskip("openai"), pytest.importorskip("httpx")
     image = picture(50, 30)
     source = {"type": "base64", "media_type": "image/png", "data": data_url(image).partition(",")[2]}

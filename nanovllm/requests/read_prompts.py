@@ -14,17 +14,17 @@ NO_IMAGES = "this engine takes no images: the model has no vision tower, or lang
 
 def read_images(prompts: list, processor: "InputProcessor") -> list:
     """Return the prompts. If several prompts have images, threads first read the images in parallel."""
-    return prompts if sum(map(has_images, prompts)) < 2 else image_prompts_of(processor).read_all(prompts)
+    return prompts if sum(map(has_images, prompts)) < 2 else image_prompt_reader(processor).read_all(prompts)
 
 
-def image_prompts_of(processor: "InputProcessor") -> Any:
-    """Return the ImagePrompts of an engine that takes images. Raises ValueError without Pillow."""
+def image_prompt_reader(processor: "InputProcessor") -> Any:
+    """Return the ImagePromptReader of an engine that takes images. Raises ValueError without Pillow."""
     if "images" not in processor.helpers:
         try:
-            from nanovllm.vision.image_prompts import ImagePrompts  # few engines take images
+            from nanovllm.vision.image_prompts import ImagePromptReader  # few engines take images
         except ImportError as error:
             raise ValueError(f"prompt: images can't be read ({error})") from error
-        processor.helpers["images"] = ImagePrompts(processor.config)
+        processor.helpers["images"] = ImagePromptReader(processor.config)
     return processor.helpers["images"]
 
 
@@ -42,4 +42,4 @@ def read_prompt(
         is_chat = is_conversation(prompt)
         field = "messages: a content part must be text" if is_chat else "multi_modal_data: must be left out"
         raise ValueError(f"{field}, because {NO_IMAGES}")
-    return image_prompts_of(processor).read(prompt, template_arguments, processor)
+    return image_prompt_reader(processor).read(prompt, template_arguments, processor)

@@ -17,7 +17,7 @@ from nanovllm.serve.harmony_parser import HarmonyParser
 from nanovllm.serve.protocol import ChatBody, ChatFields, Message, NamedToolChoice
 from nanovllm.serve.reasoning_parser import ReasoningParser, make_reasoning_parser
 from nanovllm.serve.tool_parsers import PARSERS, Part, ToolCall, ToolParser, WholeParser, parsed
-from nanovllm.vision.image_parts import LIMITS
+from nanovllm.vision.image_sources import LIMITS
 from nanovllm.vision.vision_config import check_pixels
 
 TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "documents", "chat_template")

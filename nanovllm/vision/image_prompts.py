@@ -8,8 +8,8 @@ from nanovllm.requests.content_parts import IMAGE_PART, is_image
 from nanovllm.requests.prompts import has_images, is_conversation, read_text_prompt
 from nanovllm.utils.cores import available_cores
 from nanovllm.utils.daemon_threads import DaemonThreads
-from nanovllm.vision.image_parts import ImageSource, part_source, pixel_bounds
 from nanovllm.vision.image_reader import MAX_PIXELS, ImageReader
+from nanovllm.vision.image_sources import ImageSource, part_source, pixel_bounds
 from nanovllm.vision.prompt_images import PromptImage, PromptImages
 from nanovllm.vision.vision_config import VisionConfig, check_pixels
 
@@ -22,7 +22,7 @@ MAX_THREADS = 16
 MAX_PROMPT_PIXELS = 2 * MAX_PIXELS  # of a prompt's images before scaling, because decoding takes time
 
 
-class ImagePrompts:
+class ImagePromptReader:
     """Reads prompts with images for an engine that takes images. Any thread may call the methods."""
 
     def __init__(self, config: "Config"):
