@@ -35,6 +35,7 @@ from nanovllm.features import check_ranks
 from nanovllm.features.logprobs import MAX_TOP_ROWS
 from nanovllm.utils.interrupts import interrupts_held
 from nanovllm.utils.tensor_parallel import STEP_TIMEOUT
+from nanovllm.utils.tensor_parts import TensorPart, parts_of
 
 START_TIMEOUT = 1800.0  # seconds for all ranks to load their weights and capture their graphs
 MAX_MESSAGE_BYTES = 2**17  # the maximum size of a message between rank 0 and another rank
@@ -121,6 +122,11 @@ class Workers:
         """Send a message and up to `largest_batch` words to all other ranks, which call `message.receive`."""
         self.check()
         self._channel.send(message, words, STEP_TIMEOUT)
+
+    def send_tensor(self, make_message: Callable[[TensorPart], Any], name: str, tensor: torch.Tensor) -> None:
+        """Split a tensor, and send the message `make_message(part)` with the words of each part."""
+        for part, words in parts_of(name, tensor, 4 * largest_batch(self.config)):
+            self.send(make_message(part), words)
 
     def cause_of(self, error: BaseException) -> BaseException:
         """Kill all ranks after an error of rank 0. Return `error`, or the failure that caused `error`.

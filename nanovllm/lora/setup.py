@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.batches.batch import largest_batch
 from nanovllm.engine.engine import Engine
 from nanovllm.lora.adapter_queue import AdapterQueue, AdapterSlots
 from nanovllm.lora.adapter_registry import AdapterRegistry
 from nanovllm.lora.lora_request import Adapter
-from nanovllm.utils.tensor_parts import TensorPart, parts_of
+from nanovllm.utils.tensor_parts import TensorPart
 
 if TYPE_CHECKING:
     from nanovllm.engine.model_runner import ModelRunner
@@ -54,7 +53,6 @@ def _write(engine: Engine, slot: int, adapter: Adapter) -> None:
     assert runner is not None, "the engine is open"
     if engine.workers.processes:
         for name, tensor in ((LORA_RANKS, torch.tensor(adapter.ranks)), (LORA_WEIGHTS, adapter.weights)):
-            for part, words in parts_of(name, tensor, 4 * largest_batch(engine.config)):
-                engine.workers.send(AdapterPart(slot, part), words)
+            engine.workers.send_tensor(partial(AdapterPart, slot), name, tensor)
     with runner.on_device():
         runner.model.adapters.write(slot, adapter.ranks, adapter.weights)

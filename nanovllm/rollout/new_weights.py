@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from nanovllm.batches.batch import largest_batch
 from nanovllm.engine.engine import UnavailableError
 from nanovllm.moe.expert_weights import split_experts
 from nanovllm.rollout.changes import LOADING, Dropped, in_engine, refusing_requests
@@ -24,7 +23,7 @@ from nanovllm.utils.loader import (
     weight_loaders,
 )
 from nanovllm.utils.nested_names import text_name
-from nanovllm.utils.tensor_parts import TensorPart, parts_of
+from nanovllm.utils.tensor_parts import TensorPart
 from nanovllm.utils.tied_head import head_name
 
 if TYPE_CHECKING:
@@ -117,8 +116,7 @@ class WeightUpdate:
             self.has_written = had_written  # a loader checks before it writes
             raise
         if self.core.workers.processes:
-            for part, words in parts_of(name, tensor, 4 * largest_batch(self.core.config)):
-                self.core.workers.send(WeightPart(*part), words)
+            self.core.workers.send_tensor(WeightPart._make, name, tensor)
 
     def end(self, is_broken: bool) -> None:
         self.is_over = True

@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.batches.batch import largest_batch
 from nanovllm.engine.engine import Engine
 from nanovllm.utils.replace import replace_methods
-from nanovllm.utils.tensor_parts import TensorPart, parts_of
+from nanovllm.utils.tensor_parts import TensorPart
 from nanovllm.vision.image_blocks import ImageBlocks
 from nanovllm.vision.image_budget import ImageScheduler, cost_of_image
 from nanovllm.vision.prompt_images import PromptImage
@@ -51,5 +50,5 @@ def use_images(engine: Engine) -> None:
 
 def _tell_ranks(engine: Engine, image: PromptImage, leaving: list[bytes]) -> None:
     data = torch.frombuffer(bytearray(b"".join((image.pixels, *leaving))), dtype=torch.uint8)
-    for part, words in parts_of("an image", data, 4 * largest_batch(engine.config)):
-        engine.workers.send(ImagePart(image._replace(pixels=b""), len(image.pixels), part), words)
+    make_part = partial(ImagePart, image._replace(pixels=b""), len(image.pixels))
+    engine.workers.send_tensor(make_part, "an image", data)
