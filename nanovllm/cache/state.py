@@ -22,8 +22,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from nanovllm.utils.context import get_context
-
 if TYPE_CHECKING:
     from nanovllm.config import Config
     from nanovllm.engine.model_runner import ModelRunner
@@ -100,18 +98,3 @@ def fit_states(runner: "ModelRunner") -> None:
         num_states = max(1 + has_snapshots, min(num_states, num_fitting))
         num_seqs = min(num_seqs, num_states - (1 + num_states // 4) * has_snapshots)
     config.resolve(max_num_seqs=num_seqs, num_states=num_states)
-
-
-def of_tokens(of_requests: torch.Tensor) -> torch.Tensor:
-    """Return a tensor [T] that contains, for each token of this thread's step, the value of the token's request.
-
-    `of_requests` [requests] contains the value of each request. Padding gets an arbitrary value.
-    """
-    context = get_context()
-    values = of_requests[context.state_rows[1].long()]
-    num_tokens = len(context.slot_mapping)
-    if context.is_prefill:
-        tokens = torch.arange(num_tokens, dtype=torch.int32, device=values.device)
-        rows = torch.searchsorted(context.cu_seqlens_q[1:], tokens, right=True)
-        return values[rows.clamp_max(len(values) - 1)]  # tokens after the last row are padding
-    return values.repeat_interleave(num_tokens // len(values)) if len(values) < num_tokens else values

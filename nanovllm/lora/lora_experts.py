@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from nanovllm.cache.state import of_tokens
 from nanovllm.kernels import operation
 from nanovllm.lora.lora_linear import LoRAStack, StepAdapters, add_lora
 from nanovllm.moe.experts import Experts
+from nanovllm.utils.context import of_tokens
 from nanovllm.utils.replace import replace_methods
 
 MAX_TOKENS = 4096  # tokens that are computed at a time; few, because each token has `top_k` rows

@@ -11,14 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.cache.state import of_tokens
 from nanovllm.fused.fused_linear import WeightFormat, split_linear
 from nanovllm.fused.norm_input import NormInput
 from nanovllm.kernels import operation
 from nanovllm.kernels.activations import SWIGLU, activation_of
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.linear import LinearBase
-from nanovllm.utils.context import get_context
+from nanovllm.utils.context import get_context, of_tokens
 
 
 class LoRAStack(NamedTuple):

@@ -36,6 +36,10 @@ class Context:
     plans: dict[Any, Any] = field(default_factory=dict)  # of the attention backend, made in the step's first layer
     window_contexts: list["Context"] = field(default_factory=list)  # see cache/window_tables.py
 
+    @property
+    def req_indices(self) -> torch.Tensor:
+        return self.state_rows[1]
+
     def of_table(self, table: int) -> "Context":
         """Return the context for layers with another block table (see cache/window_tables.py)."""
         return self.window_contexts[table - 1] if table else self
@@ -64,3 +68,18 @@ def attention_context(context: Context) -> Iterator[None]:
         yield
     finally:
         reset_context()
+
+
+def of_tokens(of_requests: torch.Tensor) -> torch.Tensor:
+    """Return a tensor [T] that contains, for each token of this thread's step, the value of the token's request.
+
+    `of_requests` [requests] contains the value of each request. Padding gets an arbitrary value.
+    """
+    context = get_context()
+    values = of_requests[context.req_indices.long()]
+    num_tokens = len(context.slot_mapping)
+    if context.is_prefill:
+        tokens = torch.arange(num_tokens, dtype=torch.int32, device=values.device)
+        rows = torch.searchsorted(context.cu_seqlens_q[1:], tokens, right=True)
+        return values[rows.clamp_max(len(values) - 1)]  # tokens after the last row are padding
+    return values.repeat_interleave(num_tokens // len(values)) if len(values) < num_tokens else values

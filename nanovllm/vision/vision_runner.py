@@ -11,11 +11,10 @@ import torch
 
 from nanovllm.batches.batch import BatchShape, HostBatch
 from nanovllm.batches.batch_runner import BatchRunner
-from nanovllm.cache.state import of_tokens
 from nanovllm.engine.features import Arrays
 from nanovllm.engine.forward_output import PendingStep
 from nanovllm.engine.scheduled_step import ScheduledStep
-from nanovllm.utils.context import get_context
+from nanovllm.utils.context import get_context, of_tokens
 from nanovllm.vision.image_feature import has_images
 from nanovllm.vision.prompt_images import PromptImage, images_in
 from nanovllm.vision.tower import VisionTower
