@@ -834,6 +834,10 @@ def test_modes_of_images(make_vision):
         expected = load_image(Image.open(io.BytesIO(data)))
         assert reader.read(data) == reader.read(expected)
     assert reader.read(files[6])[1:3] == reader.read(image)[2:0:-1], "rows and columns change places"
+    closed = Image.open(io.BytesIO(files[9]))
+    closed.close()
+    with pytest.raises(ValueError, match="image: can't be read .Operation on closed image"):
+        reader.read(closed)
 
 
 def test_terminal(make_vision, checkpoint, tmp_path, capsys):

@@ -99,12 +99,10 @@ class ImageReader:
     def _in_rgb(self, image: Any) -> Any:
         """Decode an image. As in transformers, rotate it as its EXIF entry says, and use the first frame."""
         with _image_errors():
+            image.load()  # first, because some formats then have another mode
             if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:  # otherwise, only a copy
                 image = ImageOps.exif_transpose(image)
-            if image.mode != "RGB":
-                return image.convert("RGB")
-            image.load()
-            return image
+            return image if image.mode == "RGB" else image.convert("RGB")
 
 
 @contextmanager
