@@ -1076,14 +1076,32 @@ def test_images(monkeypatch, capsys, small_tower):
     assert seen["language_model_only"] and "limit_mm_per_prompt" not in vllm_settings("tiny-qwen3", {"device": "cpu"})
 
 
-def test_default_images():
-    """An image of 1,024 x 1,024 pixels has 1,024 tokens; a text that is compared with it has as many."""
+@pytest.fixture
+def vision_config():
     vision = SimpleNamespace(min_pixels=2**16, max_pixels=2**24, patch_size=16, merge_size=2, image_token_id=256)
-    config = SimpleNamespace(model_config=SimpleNamespace(vision=vision), device="cuda:0")
+    return SimpleNamespace(model_config=SimpleNamespace(vision=vision), device="cuda:0", max_model_len=4096)
+
+
+def test_default_images(vision_config):
+    """An image of 1,024 x 1,024 pixels has 1,024 tokens; a text that is compared with it has as many."""
+    pytest.importorskip("PIL.Image")
+    config = vision_config
     workloads, _ = images_sweep(make_parser().parse_args(["images", "--rounds", "2"]), config)
     sizes = {name: (len(runs), len(runs[-1]), runs[-1][0].max_tokens) for name, runs in workloads.items()}
     assert sizes == {"first image 1024": (11, 1, 1), "first text 1024": (11, 1, 1), "images 1024": (3, 64, 64)}
     assert len(workloads["first text 1024"][0][0].prompt) == 24 + 1024
+
+
+def test_sizes_of_images(monkeypatch, vision_config, small_tower):
+    """A text has as many tokens as the scaled image. No engine is started for an image that is too large."""
+    args = make_parser().parse_args(["images", "--image-sizes", "1,300,720,1000", "--rounds", "1"])
+    workloads, _ = images_sweep(args, vision_config)
+    lengths = [len(runs[0][0].prompt) - 24 for name, runs in workloads.items() if name.startswith("first text")]
+    assert lengths == [64, 81, 484, 961]
+    for side, match in (100000, "must be at most 8192"), (2000, "3868 tokens in and 300 out: .* max_model_len=4096"):
+        with pytest.raises(SystemExit, match=f"^--image-sizes {side}: .*{match}"):
+            sizes = "--image-sizes", f"{side}", "--max-output-len", "300"
+            main(monkeypatch, "images", "--shape", "small", *sizes, *CPU)
 
 
 def test_random_images():

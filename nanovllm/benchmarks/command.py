@@ -91,7 +91,10 @@ def run(args: argparse.Namespace, settings: dict[str, Any], config: Config) -> N
 def compare_engines(args: argparse.Namespace, settings: dict[str, Any], config: Config) -> None:
     if "online" in args.workload and config.device == "cpu" and not args.request_rate:
         args.request_rate = sweeps.rates_of_cpu(args, settings, config)
-    workloads, swept, panels = requested(args, config)
+    try:
+        workloads, swept, panels = requested(args, config)
+    except RuntimeError as error:
+        sys.exit(f"{error}")
     functions = engines.STEPPED_ENGINES if args.workload[0] in sweeps.STEPPED else engines.ENGINES
     names = ["nanovllm", *args.compare]
     results, errors = engines.run_engines(names, functions, args.model, settings, workloads | swept)

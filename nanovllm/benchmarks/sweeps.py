@@ -5,6 +5,7 @@ Each workload varies one variable.
 
 import argparse
 from functools import partial
+from math import isqrt
 from typing import Any
 
 from nanovllm.benchmarks.engines.nanovllm import run_nanovllm
@@ -151,7 +152,12 @@ def batches_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, 
 
 
 def images_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, list[Panel]]:
-    """Make the workload `images`. All requests and all runs have different images. The model must take images."""
+    """Make the workload `images`. All requests and all runs have different images. The model must take images.
+
+    Raises RuntimeError if an image is too large.
+    """
+    from nanovllm.vision.image_reader import MAX_PIXELS, smart_resize  # Pillow is an optional dependency
+
     vision, on_cpu = config.model_config.vision, config.device == "cpu"
     num_seqs, output_len = args.num_seqs or (4 if on_cpu else 64), args.max_output_len or (16 if on_cpu else 64)
     sides = args.image_sizes or [256 if on_cpu else 1024]
@@ -159,8 +165,14 @@ def images_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, l
     first, text, many = ({side: f"{kind} {side}" for side in sides} for kind in kinds)
     workloads = {}
     for side in sides:
-        pixels = min(max(side**2, vision.min_pixels), vision.max_pixels)
-        num_tokens = sum(IMAGE_TEXT) + pixels // (vision.patch_size * vision.merge_size) ** 2
+        square = vision.patch_size * vision.merge_size
+        height, width = smart_resize(side, side, square, vision.min_pixels, vision.max_pixels)
+        num_tokens = sum(IMAGE_TEXT) + height * width // square**2
+        if side**2 > MAX_PIXELS:
+            raise RuntimeError(f"--image-sizes {side}: must be at most {isqrt(MAX_PIXELS)}")
+        if num_tokens + output_len > config.max_model_len:
+            tokens = f"has {num_tokens} tokens in and {output_len} out"
+            raise RuntimeError(f"--image-sizes {side}: {tokens}: must be at most max_model_len={config.max_model_len}")
         made = with_images(1 + FIRST_TOKENS, side, 1, f"{first[side]} {args.seed}", vision.image_token_id)
         workloads[first[side]] = [[request] for request in made]
         made = same_lengths(1 + FIRST_TOKENS, num_tokens, 1, f"{text[side]} {args.seed}", vision.image_token_id)
