@@ -247,10 +247,11 @@ def test_any_leading_dimensions_on_kernels(use_ops, layer, shape):
     torch.testing.assert_close(layer(x), expected)
 
 
+@pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("layer", [ReplicatedLinear(16, 24), SiluAndMul(), GeluAndMul(), RMSNorm(16)])
-def test_rows_that_are_not_contiguous_on_kernels(use_ops, layer):
+def test_rows_that_are_not_contiguous_on_kernels(use_ops, layer, rows):
     pytest.importorskip("triton")
-    x = torch.randn(16, 5).T
+    x = torch.randn(rows, 32)[:, ::2]
     for parameter in layer.parameters():
         parameter.data.normal_()
     expected = layer(x)

@@ -56,6 +56,7 @@ def linear(x, weight, bias=None):
 def split_linear(x, weight, bias=None, split_k=1, out=None):
     if x.dim() != 2:  # only in a learner's call of a layer
         return NotImplemented
+    x = x.contiguous()  # no copy, except in a learner's call
     if len(x) == 1:
         return gemv(x, weight, bias=bias, out=None if out is None else out[0])[0]
     if bias is None and split_k > 1:

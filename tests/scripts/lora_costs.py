@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from nanovllm.benchmarks.arguments import each, integer
 from nanovllm.benchmarks.engines.vllm import ending, vllm_settings
 from nanovllm.benchmarks.processes import progress, run_in_process
 from nanovllm.benchmarks.shapes import SHAPES, write_shape
@@ -106,23 +107,19 @@ def measure(name: str, model: str, folder: Path, options: argparse.Namespace) ->
         report(llm, "with adapters", adapters)
 
 
-def sizes(text: str) -> list[int]:
-    return [int(size) for size in text.split(",")]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     of_model = parser.add_mutually_exclusive_group(required=True)
     of_model.add_argument("model", nargs="?")
     of_model.add_argument("--shape", choices=SHAPES, metavar="NAME")
     parser.add_argument("--compare", choices=["vllm"])
-    parser.add_argument("--sizes", type=sizes, default=[1, 8, 256])
+    parser.add_argument("--sizes", type=each(integer(1)), default=[1, 8, 256])
     parser.add_argument("--skip-idle", action="store_true")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--dtype", default="auto")
-    numbers = ("adapters", 8), ("rank", 16), ("expert-rank", 0), ("input-len", 512), ("output-len", 256)
-    for name, default in numbers:
-        parser.add_argument(f"--{name}", type=int, default=default)
+    for name, default in ("adapters", 8), ("rank", 16), ("input-len", 512), ("output-len", 256):
+        parser.add_argument(f"--{name}", type=integer(1), default=default)
+    parser.add_argument("--expert-rank", type=integer(0), default=0)
     options = parser.parse_args()
     if options.compare and find_spec(options.compare) is None:
         parser.error(f"--compare {options.compare}: is not installed in this environment")
