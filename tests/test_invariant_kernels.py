@@ -119,6 +119,14 @@ def test_product(m, tiles, dtype):
     assert_close(out.to(dtype), linear_reference(x, weight) + bias.double())
 
 
+def test_any_dimensions():
+    weight, bias = randn(24, 16), randn(24)
+    for x in (randn(16), randn(3, 2, 16), randn(1, 5, 16), randn(5, 32)[:, ::2]):
+        y = cuda_ops.linear(x, weight, bias)
+        assert y.shape == (*x.shape[:-1], 24)
+        assert_close(y.view(-1, 24), linear_reference(x.reshape(-1, 16), weight) + bias.double())
+
+
 @each_dtype_or_half
 @pytest.mark.parametrize("m", [1, 17, 70])
 def test_gate(m, dtype):

@@ -33,7 +33,8 @@ def qkv_norm_rope_store(x, layer, qk_norm_rope, slot_mapping, cache):
 
 
 def linear(x, weight, bias=None):
-    return invariant_product(x, weight, bias)
+    rows = x.reshape(-1, x.shape[-1]).contiguous()  # a learner may pass a tensor with other dimensions
+    return invariant_product(rows, weight, bias).view(*x.shape[:-1], len(weight))
 
 
 def split_linear(x, weight, bias=None, split_k=1, out=None):
