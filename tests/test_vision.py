@@ -7,13 +7,14 @@ import json
 import random
 import sys
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Barrier, Thread, current_thread
+from threading import Barrier, Event, Thread, current_thread
 from time import sleep
 from types import SimpleNamespace
 from typing import ClassVar
@@ -838,6 +839,24 @@ def test_modes_of_images(make_vision):
     closed.close()
     with pytest.raises(ValueError, match="image: can't be read .Operation on closed image"):
         reader.read(closed)
+
+
+def test_an_image_is_decoded_once(make_vision):
+    """Several threads read a PIL image that is not decoded yet."""
+    reader, data, begun = image_prompts_of(make_vision().input_processor).reader, as_bytes(picture(40, 30)), []
+    image, is_decoded = Image.open(io.BytesIO(data)), Event()
+    load = image.load
+
+    def slow_load():
+        if not is_decoded.is_set():
+            begun.append(sleep(0.01))
+            load()
+            is_decoded.set()
+
+    image.load = slow_load
+    with ThreadPoolExecutor(4) as pool:
+        assert {*pool.map(reader.read, 4 * [image])} == {reader.read(data)}
+    assert len(begun) == 1
 
 
 def test_terminal(make_vision, checkpoint, tmp_path, capsys):

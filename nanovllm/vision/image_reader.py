@@ -8,6 +8,7 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +33,7 @@ WEB_FORMATS = "GIF", "JPEG", "PNG", "WEBP"
 FORMATS = *WEB_FORMATS, "BMP", "PPM", "TIFF"
 MAX_BYTES = 2**26  # of a file
 MAX_PIXELS = 2**26  # before scaling; a file of a few kilobytes may claim to have more
+LOCKS = [Lock() for _ in range(61)]  # two threads must not decode a PIL image at the same time
 KINDS = "a PIL image, an array [height, width, 3] of uint8, the bytes or the path of a file, or a data: URL"
 
 
@@ -98,7 +100,7 @@ class ImageReader:
 
     def _in_rgb(self, image: Any) -> Any:
         """Decode an image. As in transformers, rotate it as its EXIF entry says, and use the first frame."""
-        with _image_errors():
+        with _image_errors(), LOCKS[id(image) % len(LOCKS)]:
             image.load()  # first, because some formats then have another mode
             if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:  # otherwise, only a copy
                 image = ImageOps.exif_transpose(image)
