@@ -10,7 +10,9 @@ import pytest
 from common import scripted_model
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.features import FEATURES, Feature, StepFeature
 from nanovllm.engine.outputs import OutputKind
+from nanovllm.requests import input_processor
 from nanovllm.serve.replicas.messages import NewRequest, decode_requests, encode_requests
 from nanovllm.serve.replicas.replica import Replica
 
@@ -123,6 +125,23 @@ def test_budget_needs_a_format(folders):
         answers(llm, thinking_token_budget=5, reasoning_parser=None)
     with pytest.raises(ValueError, match="reasoning_parser='x': must be one of"):
         SamplingParams(reasoning_parser="x")
+
+
+def test_a_budget_leaves_waiting_to_others(folders, monkeypatch):
+    """Alone, a budget waits for no token; a sequence for which another feature waits goes on waiting."""
+
+    class Waits(StepFeature):
+        @classmethod
+        def attach(cls, request, processor):
+            for seq in request.group:
+                seq.waits_for_token = seq.params.max_tokens == 7
+
+    monkeypatch.setattr(input_processor, "FEATURES", {"waits": Feature(Waits, {"max_tokens": 16}), **FEATURES})
+    with engine(folders["opened"]) as llm:
+        for max_tokens in (7, 8):
+            params = SamplingParams(reasoning_parser="qwen3", thinking_token_budget=2, max_tokens=max_tokens)
+            (request,) = llm.input_processor.requests("q", params, OutputKind.FINAL_ONLY)
+            assert request.group[0].waits_for_token == (max_tokens == 7)
 
 
 @pytest.mark.parametrize("settings", ENGINES.values(), ids=ENGINES)

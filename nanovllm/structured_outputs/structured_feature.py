@@ -23,8 +23,9 @@ class StructuredOutputs(StepFeature):
     def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:
         constrain(request.group, processor)
         for seq in request.group:
+            seq.is_watched = True
             # a grammar must read each token before it can compute the mask for the next token
-            seq.is_watched, seq.waits_for_token = True, seq.params.structured_outputs is not None
+            seq.waits_for_token |= seq.params.structured_outputs is not None
             seq.token_limit = seq.feature_state["structured_outputs"].token_limit()
 
     @classmethod
