@@ -270,10 +270,10 @@ def chat(tokenizer):
 @pytest.fixture(autouse=True)
 def remove_registered_features():
     """Remove the features that a test has registered, because they apply to all engines in the process."""
-    num_columns, names = len(COLUMNS), {*FEATURES}
+    num_columns, features = len(COLUMNS), {**FEATURES}
     yield
-    for name in {*FEATURES} - names:
-        del FEATURES[name]
+    FEATURES.clear()
+    FEATURES.update(features)
     for name in [*COLUMNS][num_columns:]:
         del COLUMNS[name]
 

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass
+from itertools import takewhile
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -11,6 +12,7 @@ import torch
 from nanovllm import SamplingParams
 from nanovllm.engine.features import FEATURES, Feature, StepFeature
 from nanovllm.features import register_feature
+from nanovllm.features.logit_edits import TokenMask, mask_of
 from nanovllm.kernels.sampling.sampling_columns import COLUMNS, MAX_CUSTOM_COLUMNS
 
 pytestmark = pytest.mark.small_model
@@ -111,6 +113,128 @@ def test_feature_on_the_host(make_llm):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Residual(SamplingParams):
+    modulus: int = 0
+    only_even: int = 0
+
+
+class ResidueMask(TokenMask):
+    def __init__(self, seq, modulus, vocab_size):
+        super().__init__(seq, vocab_size)
+        self.masks = [mask_of(range(i, vocab_size, modulus), vocab_size) & self.allowed_mask for i in range(modulus)]
+        self.advance(0)
+
+    def advance(self, num_tokens):
+        self.num_tokens, self.next_mask = num_tokens, self.masks[num_tokens % len(self.masks)]
+
+    def draft(self, drafts, num_drafts):
+        masks = [self.masks[(self.num_tokens + i) % len(self.masks)] for i in range(len(drafts) + 1)]
+        is_allowed = lambda pair: pair[0] >= 0 and pair[1][pair[0] // 32] >> pair[0] % 32 & 1
+        kept = [token_id for token_id, _ in takewhile(is_allowed, zip(drafts, masks))]
+        self.draft_masks = masks[1 : len(kept) + 1]
+        return kept
+
+
+class Residues(StepFeature):
+    """Token i of an answer has an id that is i modulo the field's value."""
+
+    fields = ("modulus",)
+    masks_tokens = True
+
+    @classmethod
+    def attach(cls, request, processor):
+        for seq in request.group:
+            modulus = getattr(seq.params, cls.fields[0])
+            seq.token_mask = ResidueMask(seq, modulus, processor.config.model_config.vocab_size)
+            seq.waits_for_token = True
+
+    @classmethod
+    def after_step(cls, step, arrived, ends, result):
+        for seq in arrived.values():
+            if isinstance(seq.token_mask, ResidueMask):
+                seq.token_mask.advance(seq.num_completion_tokens)
+
+
+class EvenIds(StepFeature):
+    """Its mask never changes, so its sequences do not wait for their tokens."""
+
+    fields = ("only_even",)
+    masks_tokens = True
+
+    @classmethod
+    def attach(cls, request, processor):
+        vocab_size = processor.config.model_config.vocab_size
+        for seq in request.group:
+            seq.token_mask = mask = TokenMask(seq, vocab_size)
+            mask.next_mask = mask.allowed_mask & mask_of(range(0, vocab_size, 2), vocab_size)
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+FEW = [*range(300, 309), 402]
+MASKED = {
+    "plain": {},
+    "edits": dict(logit_bias={303: 3.0, 304: 5.0, 900: 9.0}, bad_words=["the", "e"]),
+    "allowed": dict(allowed_token_ids=FEW),
+    "drafted": dict(allowed_token_ids=FEW, logit_bias={300: 20.0, 304: 20.0, 308: 20.0}),
+}
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_feature_that_masks_tokens(make_llm, async_scheduling, drafts):
+    """It works with other edits, drafts, several answers and log-probabilities, and leaves other requests alone."""
+    register_feature(Residues)
+    llm = make_llm(async_scheduling=async_scheduling, **(dict(speculative_config=NGRAM) if drafts else {}))
+    prompt, greedy = [5, 6, 7, 300, 304, 5, 6], dict(temperature=0.0, ignore_eos=True, logprobs=0)
+    outputs = llm.generate(
+        [prompt] * (len(MASKED) + 1),
+        [*(Residual(modulus=3, max_tokens=12, **greedy, **x) for x in MASKED.values()), SamplingParams(**greedy)],
+        use_tqdm=False,
+    )
+    plain = make_llm()
+    for options, output in zip(MASKED.values(), outputs):
+        token_ids, logprob = [], 0.0
+        for i in range(12):
+            allowed = options.get("allowed_token_ids", range(plain.config.model_config.vocab_size))
+            own = {**options, "allowed_token_ids": [x for x in allowed if x % 3 == i % 3]}
+            params = SamplingParams(max_tokens=1, **greedy, **own)
+            (answer,) = plain.generate([prompt + token_ids], params, use_tqdm=False)[0].outputs
+            token_ids, logprob = token_ids + answer.token_ids, logprob + answer.cumulative_logprob
+        assert output.token_ids == token_ids
+        assert output.outputs[0].cumulative_logprob == pytest.approx(logprob, abs=1e-3), "they are the model's own"
+    assert outputs[-1].token_ids == plain.generate([prompt], SamplingParams(**greedy), use_tqdm=False)[0].token_ids
+    if drafts:
+        assert llm.stats()["spec_decode"]["accepted_tokens"] > 5
+    sampled = Residual(modulus=4, max_tokens=9, n=3, temperature=2.0, seed=5, ignore_eos=True)
+    answers = [x.token_ids for x in llm.generate([prompt], sampled, use_tqdm=False)[0].outputs]
+    assert all([x % 4 for x in ids] == [0, 1, 2, 3, 0, 1, 2, 3, 0] for ids in answers) and answers[0] != answers[1]
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_mask_that_stays(make_llm, drafts):
+    """It needs no code for tokens or drafts."""
+    register_feature(EvenIds)
+    llm = make_llm(async_scheduling=True, **(dict(speculative_config=NGRAM) if drafts else {}))
+    options = dict(temperature=0.0, max_tokens=12, ignore_eos=True)
+    even = [*range(0, llm.config.model_config.vocab_size, 2)]
+    params = [Residual(only_even=1, **options), SamplingParams(**options)]
+    params.append(SamplingParams(allowed_token_ids=even, **options))
+    masked, plain, expected = (x.token_ids for x in llm.generate([[5, 6, 7]] * 3, params, use_tqdm=False))
+    assert masked == expected != plain
+
+
+def test_a_request_has_one_token_mask(make_llm):
+    register_feature(Residues)
+    register_feature(EvenIds)
+    register_feature(type("Incomplete", (Residues,), dict(fields=("max_counted",), masks_tokens=False)))
+    llm = make_llm()
+    with pytest.raises(ValueError, match="ResidueMask and TokenMask: only one"):
+        llm.generate([[5, 6]], Residual(modulus=2, only_even=1), use_tqdm=False)
+    with pytest.raises(ValueError, match="ResidueMask: .* must set masks_tokens"):
+        llm.generate([[5, 6]], Counting(max_counted=2), use_tqdm=False)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Waiting(SamplingParams):
     max_counted: float = 1.0
 
@@ -169,6 +293,7 @@ def test_plain_requests_carry_nothing(make_llm):
 def test_every_field_has_the_default_of_its_parameter():
     for feature in FEATURES.values():
         assert not feature.is_asked_for(SamplingParams()) and feature.load().__mro__[1] is StepFeature
+        assert not feature.load().masks_tokens or {*feature.fields} <= {*FEATURES["logit_edits"].fields}
 
 
 def test_names_and_numbers_are_checked():

@@ -762,7 +762,7 @@ def test_references_of_a_tool_stay_within_its_schema(offline, schema, good, bad)
     wanted = structured_outputs(ChatBody(messages=QUESTION, tools=tools, tool_choice="required"))
     seq = offline.input_processor.requests("Hello", SamplingParams(structured_outputs=wanted), OutputKind.FINAL_ONLY)[0]
     for name, arguments, is_valid in [("f0", good, True), ("f0", bad, False), ("f1", {"a": True, "b": False}, True)]:
-        matcher = seq.group[0].feature_state["structured_outputs"]._matcher.deep_copy()
+        matcher = seq.group[0].token_mask._matcher.deep_copy()
         call = [{"name": name, "parameters": arguments}]
         accepts = matcher.consume_tokens(offline.tokenizer.encode(json.dumps(call))) and matcher.is_accepting()
         assert accepts is is_valid, matcher.get_error()

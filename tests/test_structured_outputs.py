@@ -278,7 +278,7 @@ def test_mask_follows_the_tokens(llm):
     """Several at a time, as after a loss of a replica; and a constraint lives no longer than its sequence."""
     (request,) = llm.input_processor.requests("Hello", params("regex", "[ab]{3}c*"), OutputKind.FINAL_ONLY)
     (seq,) = request.group
-    constraint = seq.feature_state["structured_outputs"]
+    constraint = seq.token_mask
     allowed = lambda: [i for i in range(2048) if constraint.next_mask[i // 32] >> (i % 32) & 1]
     single = lambda text: llm.tokenizer.encode(text)[0]
     first = allowed()
@@ -561,10 +561,10 @@ def test_a_request_that_is_moved_waits_for_its_mask(llm, monkeypatch):
 
     own = params("regex", "[ab]{4}c", n=2)
     token_ids = [llm.tokenizer.encode(text)[0] for text in "aba"]
-    masks_of = lambda group: [seq.feature_state["structured_outputs"].next_mask.tolist() for seq in group]
+    masks_of = lambda group: [seq.token_mask.next_mask.tolist() for seq in group]
     expected = new_request(llm, own).group
     for seq, generated in zip(expected, (token_ids, token_ids[:1])):
-        seq.feature_state["structured_outputs"].update(generated)
+        seq.token_mask.update(generated)
     monkeypatch.setattr(feature, "MAX_SECONDS", 0)
     moved = NewRequest(10**6, 0, [5], own, 0, OutputKind.FINAL_ONLY, [1, 2], [token_ids, token_ids[:1]])
     group = Replica._make_request(SimpleNamespace(engine=llm, orders_by_id=False), moved).group
@@ -669,7 +669,7 @@ def test_slow_grammars_have_threads_of_their_own():
 
 def test_a_grammar_is_slow_by_its_last_masks(llm, monkeypatch):
     monkeypatch.setattr(compiled_grammar, "SLOW_SECONDS", 0.005)
-    constraint = new_request(llm, params("regex", "[xy]{4}")).group[0].feature_state["structured_outputs"]
+    constraint = new_request(llm, params("regex", "[xy]{4}")).group[0].token_mask
     own = grammar_of(llm, params("regex", "[xy]{4}"))
     assert not own.is_slow
     own.add_mask(0.05)
@@ -687,7 +687,7 @@ def test_answers_share_the_first_mask(llm, monkeypatch):
     monkeypatch.setattr(constraints.Constraint, "_grammar_mask", lambda self: made.append(self) or make(self))
     group = new_request(llm, params("regex", "[ab]{4}", n=50)).group
     assert len(made) == 1
-    first, *others = [seq.feature_state["structured_outputs"].next_mask for seq in group]
+    first, *others = [seq.token_mask.next_mask for seq in group]
     assert first.any() and all(mask is first for mask in others)
 
 
@@ -989,7 +989,7 @@ def test_an_error_stays_with_the_sequences_that_it_ends(llm, monkeypatch):
     monkeypatch.setattr(compiled_grammar, "MAX_KEPT_STATES", 1)
     own = params("regex", "[ab]{9}c{9}")
     (request,) = llm.input_processor.requests("Hello", own, OutputKind.FINAL_ONLY)
-    constraint = request.group[0].feature_state["structured_outputs"]
+    constraint = request.group[0].token_mask
     first = constraint._automata
     assert first.is_largest and grammar_of(llm, own).automata() is first
     assert constraint.update([3])[0] == "error", "it is not allowed"

@@ -31,6 +31,7 @@ class StepFeature:
     """
 
     fields: tuple[str, ...] = ()  # numeric parameters of a registered feature; 0 means not asked for
+    masks_tokens = False  # whether `attach` sets `token_mask`; the fields then also ask for the feature `logit_edits`
 
     @classmethod
     def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:
@@ -43,6 +44,7 @@ class StepFeature:
         is_watched: `after_step` sees each token.
         waits_for_token: no token is decoded before `after_step` has seen the previous token.
         skips_prefix_hits: the prompt is computed without reading the prefix cache.
+        token_mask: a `TokenMask` (features/logit_edits.py), which restricts the next token.
         """
         for seq in request.group:
             seq.columns |= {name: float(getattr(seq.params, name, 0)) for name in cls.fields}

@@ -76,6 +76,7 @@ class Sequence:
         # for features
         self.feature_state: dict[str, Any] = {}  # by feature name: see StepFeature
         self.columns: dict[str, float] = {}  # parameters of features, by the name of their column on the device
+        self.token_mask: Any = None  # a feature's TokenMask (features/logit_edits.py)
         self.is_watched = False  # a feature or a caller looks at each token when it arrives
         self.waits_for_token = False  # decode a token only when the previous one has reached the host
         self.skips_prefix_hits = False  # compute the whole prompt

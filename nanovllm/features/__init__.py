@@ -23,7 +23,11 @@ def register_feature(feature: type[StepFeature]) -> None:
         columns = f"registered features may have {MAX_CUSTOM_COLUMNS} columns together"
         raise ValueError(f"fields {[*feature.fields]}: {columns}")
     COLUMNS.update(dict.fromkeys(feature.fields, float))
-    FEATURES[feature.__name__] = Feature(feature, dict.fromkeys(feature.fields, 0))
+    fields = dict.fromkeys(feature.fields, 0)
+    FEATURES[feature.__name__] = Feature(feature, fields)
+    if feature.masks_tokens:  # the feature `logit_edits` applies the masks
+        edits = FEATURES["logit_edits"]
+        FEATURES["logit_edits"] = edits._replace(fields={**edits.fields, **fields})
 
 
 def check_ranks(num_ranks: int) -> None:

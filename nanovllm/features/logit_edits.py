@@ -7,6 +7,7 @@ PyTorch.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 
 from nanovllm.engine.features import Arrays, StepFeature
 from nanovllm.engine.scheduled_step import ScheduledStep
+from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels import operation
 from nanovllm.kernels.sampling.sampling_columns import EDITS
 from nanovllm.layers.sampler import SamplingRows
@@ -40,8 +42,36 @@ class Edits:
     allowed_mask: np.ndarray | None  # of token ids, as `mask_of` returns it
 
 
+class TokenMask:
+    """The token ids that may come next in a sequence. A feature with `masks_tokens` assigns it to `seq.token_mask`.
+
+    A mask is an array as `mask_of` returns it. The masks replace the mask of `allowed_token_ids`, so they must allow
+    only ids that `allowed_mask` allows.
+    """
+
+    def __init__(self, seq: Sequence, vocab_size: int):
+        """Raises ValueError if another feature masks the tokens of `seq`, or if the feature lacks `masks_tokens`."""
+        if seq.token_mask is not None:
+            names = " and ".join(type(mask).__name__ for mask in (seq.token_mask, self))
+            raise ValueError(f"{names}: only one of them can mask the tokens of a request")
+        if (edits := seq.feature_state.get("logit_edits")) is None:
+            raise ValueError(f"{type(self).__name__}: the feature that makes it must set masks_tokens = True")
+        self.allowed_mask = all_ids(vocab_size) if edits.allowed_mask is None else edits.allowed_mask
+        self.next_mask = self.allowed_mask  # a new mask is a new array: the device gets it because it is another object
+        self.sent_mask: np.ndarray | None = None  # the mask that the device has
+        self.draft_masks: list[np.ndarray] = []  # the mask after each draft of the next step
+        seq.columns["has_allowed_ids"], seq.is_watched = 1, True
+
+    def draft(self, drafts: list[int], num_drafts: int) -> list[int]:
+        """Return up to `num_drafts` drafts, each allowed after the ones before it, and set `draft_masks`.
+
+        `drafts` are proposals, in which -1 is no draft. In this base class, the sequence has no drafts.
+        """
+        return []
+
+
 class LogitEdits(StepFeature):
-    """Edits logits, and applies the masks of structured outputs. Filters such as top-p are in layers/sampler.py."""
+    """Edits logits, and applies token masks. Filters such as top-p are in layers/sampler.py."""
 
     @classmethod
     def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:
@@ -53,14 +83,13 @@ class LogitEdits(StepFeature):
         allowed = params.allowed_token_ids
         mask = None if allowed is None else mask_of(allowed, model.vocab_size)
         edits = Edits((*biases.items(), *((token_id, -np.inf) for token_id in stops)), bad_words, mask)
-        masked = allowed, params.structured_outputs, params.thinking_token_budget
         penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
         num_prompt_tokens = request.group[0].num_prompt_tokens
         columns = dict(
             zip(("presence_penalty", "frequency_penalty", "repetition_penalty"), penalties),
             num_prompt_tokens=num_prompt_tokens,
             min_len=num_prompt_tokens + params.min_tokens,
-            has_allowed_ids=any(x is not None for x in masked),
+            has_allowed_ids=mask is not None,
             is_penalized=penalties != (0, 0, 1),
             num_biases=len(biases),
             num_stops=len(stops),
@@ -72,16 +101,15 @@ class LogitEdits(StepFeature):
 
     @classmethod
     def prepare(cls, step: ScheduledStep) -> Arrays | None:
-        """Return the table rows of new requests, and the new masks of structured outputs."""
+        """Return the table rows of new requests, and new token masks."""
         new = [(seq.req_index, edits) for seq in step.new_seqs if (edits := seq.feature_state.get("logit_edits"))]
         biases = [(i * MAX_BIASES + j, *bias) for i, edits in new for j, bias in enumerate(edits.biases)]
         bad_words = [(i * MAX_BAD_WORDS + j, word) for i, edits in new for j, word in enumerate(edits.bad_words)]
         masks = {i: edits.allowed_mask for i, edits in new if edits.allowed_mask is not None}
         for seq in map(step.sampled_seqs.__getitem__, step.watched):
-            constraint = seq.feature_state.get("structured_outputs")
-            if constraint is not None and (constraint.next_mask is not constraint.sent_mask or seq in step.new_seqs):
-                # this mask already includes allowed_token_ids of the request
-                masks[seq.req_index] = constraint.sent_mask = constraint.next_mask
+            mask = seq.token_mask
+            if mask is not None and (mask.next_mask is not mask.sent_mask or seq in step.new_seqs):
+                masks[seq.req_index] = mask.sent_mask = mask.next_mask  # it already includes allowed_token_ids
         arrays: dict[str, Any] = {}
         if biases:
             entries, ids, values = zip(*biases)
@@ -166,6 +194,14 @@ def mask_of(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
     bits = np.zeros(32 * mask_width(vocab_size), np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view("<i4")
+
+
+@cache
+def all_ids(vocab_size: int) -> np.ndarray:
+    """Return the mask that allows every token id. It cannot be edited."""
+    mask = mask_of(range(vocab_size), vocab_size)
+    mask.flags.writeable = False
+    return mask
 
 
 @operation

@@ -192,8 +192,8 @@ class DraftingScheduler(Scheduler):
         width = width_that_pays(expected, len(self.running), self.settings.step_cost)
         for seq, drafts, may_draft in planned:
             drafts = drafts if self.settings.is_synthetic else drafts[:width]
-            # a sequence with structured outputs waits for its tokens anyway
-            if may_draft and not drafts and "structured_outputs" not in seq.feature_state:
+            # a sequence with a token mask waits for its tokens anyway
+            if may_draft and not drafts and seq.token_mask is None:
                 self.paces[seq].missed()
             self._plan(seq, drafts, all_wait or (may_draft and not self.paces[seq].pause))
 
@@ -210,7 +210,7 @@ class DraftingScheduler(Scheduler):
         return True
 
     def _may_draft(self, seq: Sequence) -> bool:
-        if "structured_outputs" in seq.feature_state:
+        if seq.token_mask is not None:
             return self.settings.drafts_with_masks
         return not (seq.pauses_after_token or seq.waits_for_token)
 
@@ -229,13 +229,13 @@ class DraftingScheduler(Scheduler):
         drafts = self.proposer.draft(seq, k)
         if self.settings.is_synthetic:
             drafts += [0] * (k - len(drafts))
-        if (constraint := seq.feature_state.get("structured_outputs")) is not None:
-            drafts = constraint.draft(drafts, k)
+        if seq.token_mask is not None:
+            drafts = seq.token_mask.draft(drafts, k)
         return drafts, True
 
     def _plan(self, seq: Sequence, drafts: list[int], waits: bool) -> None:
         if self.proposer.on_host:
-            seq.waits_for_token = waits or "structured_outputs" in seq.feature_state
+            seq.waits_for_token = waits or seq.token_mask is not None
             seq.token_limit = seq.max_num_tokens
         if seq.status is not SequenceStatus.RUNNING:
             drafts = []

@@ -44,15 +44,15 @@ class Speculation(StepFeature):
             return None
         drafts, behind, places, masks = np.full((len(rows), step.tokens_per_row - 1), -1), [], [], []
         for draft_row, i, num_reserved in zip(drafts, rows, all_reserved[rows]):
-            states = step.sampled_seqs[i].feature_state
-            state = states["spec_decode"]
+            seq = step.sampled_seqs[i]
+            state = seq.feature_state["spec_decode"]
             draft_row[: num_reserved - 1] = state.token_ids[: num_reserved - 1]
             if state.is_behind:
                 behind.append((req_indices[i], state.is_new))
             state.is_new = state.is_behind = False
-            if (constraint := states.get("structured_outputs")) is not None:  # the masks after each draft
-                places += [np.array((req_indices[i], n + 1)) for n in range(len(constraint.draft_masks))]
-                masks += constraint.draft_masks
+            if seq.token_mask is not None:
+                places += [np.array((req_indices[i], n + 1)) for n in range(len(seq.token_mask.draft_masks))]
+                masks += seq.token_mask.draft_masks
         new_blocks = [(req_indices[i], column, block_id) for i, column, block_id in step.new_blocks]
         return dict(
             dict(mask_places=places, masks=masks) if masks else {},

@@ -15,7 +15,7 @@ from weakref import proxy
 import numpy as np
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.features.logit_edits import MAX_BAD_WORD_TOKENS, mask_of
+from nanovllm.features.logit_edits import MAX_BAD_WORD_TOKENS, TokenMask, mask_of
 from nanovllm.reasoning.stage import Reasoning, Stage
 from nanovllm.structured_outputs.grammar import Grammar, Matcher
 from nanovllm.structured_outputs.masks import MaskQueue, num_cores
@@ -23,7 +23,7 @@ from nanovllm.structured_outputs.masks import MaskQueue, num_cores
 TOKEN_MARKER = 0xFF  # in a text of llguidance, this byte precedes a token that the grammar names
 
 
-class Constraint:
+class Constraint(TokenMask):
     """Restricts the next token of one sequence. A grammar, a reasoning budget, or both define the restrictions.
 
     The grammar begins after the reasoning. Inside the reasoning, end-of-sequence ids are banned. The mask also contains
@@ -42,6 +42,7 @@ class Constraint:
         eos_token_ids: frozenset[int],
     ):
         """queue: computes masks that would delay a step. If there is no grammar, `queue` is None."""
+        super().__init__(seq, vocab_size)
         # a proxy, because a reference cycle would keep both objects until the garbage collector runs
         self._seq, self._grammar = proxy(seq), cast(Grammar, grammar)
         self._queue, self._vocab_size, self.has_grammar = queue, vocab_size, grammar is not None
@@ -57,15 +58,9 @@ class Constraint:
         self._min_tokens = seq.params.min_tokens
         self._stops = np.array(seq.params.stop_token_ids or (), np.int64)
         self._ends = np.array([*{*eos_token_ids, *self._stops.tolist()}], np.int64)
-        edits = seq.feature_state["logit_edits"]
-        self._allowed, self._bad_words = edits.allowed_mask, edits.bad_words
-        # the mask if there is no grammar, and the mask inside the reasoning before a grammar
-        self._free = _all_ids(vocab_size) if self._allowed is None else self._allowed
-        self._free_but_ends = self._free.copy()
+        self._bad_words = seq.feature_state["logit_edits"].bad_words
+        self._free_but_ends = self.allowed_mask.copy()  # the mask inside the reasoning before a grammar
         _set_bits(self._free_but_ends, self._ends, False)
-        self.next_mask = self._free  # [ceil(vocabulary / 32)] int32: bits of the ids that may come next
-        self.sent_mask: np.ndarray | None = None  # the mask that the device has
-        self.draft_masks: list[np.ndarray] = []  # the mask after each draft of the next step
         self.error: str | None = None  # why no token can follow; None if a token can
 
     def start_update(self) -> Future:
@@ -116,7 +111,7 @@ class Constraint:
     def set_mask(self, mask: np.ndarray | None, completion: list[int], reasoning: Reasoning | None = None) -> None:
         """Add the bans of other parameters to `mask`, and store the mask. `mask` is None if the grammar has failed."""
         if mask is None or self._matcher.is_error():
-            self.next_mask = np.zeros_like(self._free)
+            self.next_mask = np.zeros_like(self.allowed_mask)
             reason = _first_line(self._matcher.get_error())
             says_nothing = reason in ("", "NoExtensionBias")  # llguidance: no token is allowed
             self.error = f"structured_outputs: {'no token is allowed' if says_nothing else reason}"
@@ -131,10 +126,10 @@ class Constraint:
 
     def _mask_without_grammar(self, reasoning: Reasoning | None) -> np.ndarray | None:
         if reasoning is None or reasoning.stage is not Stage.INSIDE:
-            return None if self.has_grammar else self._free
+            return None if self.has_grammar else self.allowed_mask
         if self._budget is not None and (forced := reasoning.forced_id(self._budget)) is not None:
             return mask_of([forced], self._vocab_size)
-        return self._free_but_ends if self.has_grammar else self._free
+        return self._free_but_ends if self.has_grammar else self.allowed_mask
 
     def token_limit(self) -> int:
         """Return a number of tokens. The sequence needs a new mask when it has this length."""
@@ -211,8 +206,7 @@ class Constraint:
             _set_bits(mask, self._stops, self._matcher.is_accepting())
         if len(completion) < self._min_tokens:
             _set_bits(mask, self._ends, False)
-        if self._allowed is not None:
-            mask &= self._allowed
+        mask &= self.allowed_mask
         recent = completion[-MAX_BAD_WORD_TOKENS:]
         for *start, last in self._bad_words:
             if not start or recent[-len(start) :] == start:
@@ -275,13 +269,6 @@ def _num_in_reasoning(reasoning: Reasoning | None) -> float:
     if reasoning is None:
         return 0
     return inf if reasoning.stage is Stage.INSIDE else reasoning.num_tokens
-
-
-@cache
-def _all_ids(vocab_size: int) -> np.ndarray:
-    mask = mask_of(range(vocab_size), vocab_size)
-    mask.flags.writeable = False
-    return mask
 
 
 def _set_bits(mask: np.ndarray, token_ids: np.ndarray, value: bool) -> None:

@@ -115,7 +115,7 @@ def constrain(group: list[Sequence], processor: "InputProcessor") -> None:
         queue = MaskQueue(grammars.threads, grammar)
     constraints = [Constraint(seq, grammar, queue, model.vocab_size, model.eos_token_ids) for seq in group]
     for seq, constraint in zip(group, constraints):
-        seq.feature_state["structured_outputs"] = constraint
+        seq.token_mask = constraint
     first_constraint, *other_constraints = constraints
     if first_constraint.update([], first_constraint.reasoning) is not None:
         raise ValueError(f"{first_constraint.error}, not even a first one")

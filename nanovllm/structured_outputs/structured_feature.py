@@ -17,16 +17,17 @@ MAX_SECONDS = 0.02  # the time that a step may spend on masks; other threads com
 
 
 class StructuredOutputs(StepFeature):
-    """Stores a `Constraint` for each sequence. `features.logit_edits` copies the constraint's mask to the device."""
+    """Sets a `Constraint` as the `token_mask` of each sequence. `features.logit_edits` copies masks to the device."""
+
+    masks_tokens = True
 
     @classmethod
     def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:
         constrain(request.group, processor)
         for seq in request.group:
-            seq.is_watched = True
             # a grammar must read each token before it can compute the mask for the next token
             seq.waits_for_token |= seq.params.structured_outputs is not None
-            seq.token_limit = seq.feature_state["structured_outputs"].token_limit()
+            seq.token_limit = seq.token_mask.token_limit()
 
     @classmethod
     def after_step(cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: Any) -> None:
@@ -36,7 +37,7 @@ class StructuredOutputs(StepFeature):
         mask, the sequence is not in steps.
         """
         seqs = [seq for seq in arrived.values() if "structured_outputs" in seq.feature_state and seq not in ends]
-        constraints = [seq.feature_state["structured_outputs"] for seq in seqs]
+        constraints = [seq.token_mask for seq in seqs]
         # if a sequence already awaits a mask, this step has given it several tokens
         idle = [constraint for seq, constraint in zip(seqs, constraints) if seq.awaited is None]
         updated = {*update_fast(idle, MAX_SECONDS)}
@@ -50,6 +51,6 @@ class StructuredOutputs(StepFeature):
 
     @classmethod
     def forget(cls, seq: Sequence) -> None:
-        seq.feature_state["structured_outputs"] = None
+        seq.token_mask = None
         if seq.awaited is not None:
             seq.awaited.cancel()
