@@ -293,7 +293,7 @@ def test_plain_requests_carry_nothing(make_llm):
 def test_every_field_has_the_default_of_its_parameter():
     for feature in FEATURES.values():
         assert not feature.is_asked_for(SamplingParams()) and feature.load().__mro__[1] is StepFeature
-        assert not feature.load().masks_tokens or {*feature.fields} <= {*FEATURES["logit_edits"].fields}
+        assert not feature.load().masks_tokens or {*feature.defaults} <= {*FEATURES["logit_edits"].defaults}
 
 
 def test_names_and_numbers_are_checked():

@@ -843,7 +843,7 @@ def test_modes_of_images(make_vision):
 
 def test_an_image_is_decoded_once(make_vision):
     """Several threads read a PIL image that is not decoded yet."""
-    reader, data, begun = image_prompts_of(make_vision().input_processor).reader, as_bytes(picture(40, 30)), []
+    reader, data, begun = image_prompt_reader(make_vision().input_processor).reader, as_bytes(picture(40, 30)), []
     image, is_decoded = Image.open(io.BytesIO(data)), Event()
     load = image.load
 

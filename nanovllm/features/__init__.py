@@ -27,7 +27,7 @@ def register_feature(feature: type[StepFeature]) -> None:
     FEATURES[feature.__name__] = Feature(feature, fields)
     if feature.masks_tokens:  # the feature `logit_edits` applies the masks
         edits = FEATURES["logit_edits"]
-        FEATURES["logit_edits"] = edits._replace(fields={**edits.fields, **fields})
+        FEATURES["logit_edits"] = edits._replace(defaults={**edits.defaults, **fields})
 
 
 def check_ranks(num_ranks: int) -> None:
