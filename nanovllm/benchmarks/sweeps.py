@@ -154,7 +154,7 @@ def batches_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, 
 def images_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, list[Panel]]:
     """Make the workload `images`. All requests and all runs have different images. The model must take images.
 
-    Raises RuntimeError if an image is too large.
+    Raises RuntimeError if an image is too large or too small.
     """
     from nanovllm.vision.image_reader import MAX_PIXELS, smart_resize  # Pillow is an optional dependency
 
@@ -166,7 +166,10 @@ def images_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, l
     workloads = {}
     for side in sides:
         square = vision.patch_size * vision.merge_size
-        height, width = smart_resize(side, side, square, vision.min_pixels, vision.max_pixels)
+        try:
+            height, width = smart_resize(side, side, square, vision.min_pixels, vision.max_pixels)
+        except ValueError as error:  # old versions of transformers scale no image that is smaller than a token
+            raise RuntimeError(f"--image-sizes {side}: {error}") from error
         num_tokens = sum(IMAGE_TEXT) + height * width // square**2
         if side**2 > MAX_PIXELS:
             raise RuntimeError(f"--image-sizes {side}: must be at most {isqrt(MAX_PIXELS)}")
