@@ -225,7 +225,10 @@ def test_abort(make_llm, verses, async_scheduling):
 
 
 @BOTH_WAYS
-def test_abort_in_a_stream(make_llm, verses, async_scheduling):
+def test_abort_in_a_stream(monkeypatch, make_llm, verses, async_scheduling):
+    monkeypatch.setattr(
+        "nanovllm.requests.streams.MAX_STEPS_AHEAD", 1
+    )  # so that few tokens follow, even on a slow machine
     llm = make_llm(async_scheduling=async_scheduling)
     seen = {i: [] for i in range(4)}
     for i, event in enumerate(llm.stream(VERSES, GREEDY)):
