@@ -58,7 +58,7 @@ class StepAdapters:
 
     def __init__(self, slots: torch.Tensor, num_slots: int):
         self.slots, self._num_slots = slots, num_slots
-        self.unready: torch.Tensor | None = None  # memory of kernels
+        self.unready: torch.Tensor | None = None  # memory that kernels of this step have not taken yet
 
     @cached_property
     def groups(self) -> Any:

@@ -16,4 +16,5 @@ def replace_methods(module: Any, form: type, prefix: str) -> None:
 
 @cache
 def subclass(form: type, base: Any, prefix: str) -> Any:
+    """Return a subclass of `form` and of the class `base`. The methods of `form` come first."""
     return type(prefix + base.__name__, (form, base), {})

@@ -293,11 +293,12 @@ def adapted_linear(x, weight, bias, stack, rows, gated=False, split_k=1, out=Non
         return NotImplemented
     if len(x) == 1:
         return _adapted_row(x, weight, bias, stack, rows, gated, out)
-    whole = split_k if split_k > 1 else choose_split_k(_tensor_of(x), weight, 1)
-    if bias is not None or not whole or (len(stack.ends) > 1 and stack.alignment % TILE_N):
-        return NotImplemented
     x = _tensor_of(x)
-    y = split_k_gemm(x, weight, whole, out, _row_adapters(x, stack, rows))
+    if bias is not None or (len(stack.ends) > 1 and stack.alignment % TILE_N):
+        return NotImplemented
+    if split_k == 1 and not choose_split_k(x, weight, 1):
+        return NotImplemented
+    y = split_k_gemm(x, weight, split_k, out, _row_adapters(x, stack, rows))
     return y if split_k > 1 else silu_and_mul(y[0]) if gated else y[0]
 
 
