@@ -36,7 +36,7 @@ from nanovllm.vision import image_prompts, image_sources, image_urls
 from nanovllm.vision.image_budget import cost_of_image
 from nanovllm.vision.image_reader import ImageReader
 from nanovllm.vision.prompt_images import PromptImages, images_in
-from nanovllm.vision.tower import VisionTower, rotate_patches
+from nanovllm.vision.tower import VisionTower, add_layer_norm, rotate_patches
 from nanovllm.vision.vision_runner import ImageStore, VisionRunner
 
 Image = pytest.importorskip("PIL.Image")
@@ -257,6 +257,19 @@ def test_rotation_on_kernels(num_patches, num_heads, head_dim, dtype):
     angles = randn(num_patches, 1, head_dim // 2, dtype=torch.float32)
     expected = rotate_patches.__wrapped__(qkv.double(), angles.cos(), angles.sin())
     assert_close(ops.rotate_patches(qkv, angles.cos(), angles.sin()), expected)
+
+
+@each_dtype
+@pytest.mark.parametrize("num_patches, size", [(1, 2), (7, 48), (3, 1152)])
+def test_norm_of_sum_on_kernels(num_patches, size, dtype):
+    ops = pytest.importorskip("nanovllm.kernels.ops")
+    x, residual = (randn(num_patches, size, dtype=dtype) + 3 for _ in range(2))
+    weight, bias = randn(2, size, dtype=dtype)
+    expected = add_layer_norm.__wrapped__((x + residual).double(), 0, weight.double(), bias.double(), 1e-6)
+    for found, exact in zip(ops.add_layer_norm(x, residual.clone(), weight, bias, 1e-6), expected):
+        assert_close(found, exact)
+    strided = torch.stack((x, x), -1)[..., 0]
+    assert (ops.add_layer_norm(strided, residual, weight, bias, 1e-6) is NotImplemented) != strided.is_contiguous()
 
 
 def test_pixels_are_those_of_transformers(make_vision):

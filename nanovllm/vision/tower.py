@@ -30,6 +30,15 @@ class TowerLinear(nn.Module):
         return linear(x, self.weight, self.bias)
 
 
+@operation
+def add_layer_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the layer norm of x + residual, and the sum. All tensors are [P, N]. May overwrite `residual`."""
+    x = x + residual
+    return F.layer_norm(x, weight.shape, weight, bias, eps), x
+
+
 class LayerNorm(nn.Module):
     def __init__(self, hidden_size: int):
         super().__init__()
@@ -38,6 +47,10 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, NORM_EPS)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the norm of x + residual, and the sum."""
+        return add_layer_norm(x, residual, self.weight, self.bias, NORM_EPS)
 
 
 class PatchProjection(nn.Module):
@@ -123,9 +136,13 @@ class TowerBlock(nn.Module):
         self.attn = TowerAttention(config)
         self.mlp = TowerMLP(config)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        x = x + self.attn(self.norm1(x), cos, sin)
-        return x + self.mlp(self.norm2(x))
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output of the MLP, and the residual [P, hidden_size] that the next block must add."""
+        x, residual = self.norm1.add(x, residual)
+        x, residual = self.norm2.add(self.attn(x, cos, sin), residual)
+        return self.mlp(x), residual
 
 
 class PatchMerger(nn.Module):
@@ -170,15 +187,15 @@ class VisionTower(nn.Module):
         values from 0 to 255. The patches of a merged square are adjacent.
         """
         x = self.patch_embed.proj(self._normalized(patches))
-        x = x + self._in_squares(self.pos_embed(height, width)).to(x.dtype)
+        residual = self._in_squares(self.pos_embed(height, width)).to(x.dtype)
         cos, sin = self._rotation(height, width)
         levels = []
         mergers = dict(zip(self.config.deepstack_layers, self.deepstack_merger_list))
         for i, block in enumerate(self.blocks):
-            x = block(x, cos, sin)
+            x, residual = block(x, residual, cos, sin)
             if i in mergers:
-                levels.append(mergers[i](x))
-        return torch.stack([self.merger(x), *levels])
+                levels.append(mergers[i](x + residual))
+        return torch.stack([self.merger(x + residual), *levels])
 
     def _normalized(self, patches: torch.Tensor) -> torch.Tensor:
         mean, std = self.mean[:, None, None], self.std[:, None, None]
