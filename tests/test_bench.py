@@ -256,6 +256,9 @@ def main(monkeypatch, *arguments: str) -> None:
             ("--max-input-len", "online", "batches", "did you mean --median-input-len?"),
         ),
         (("embed", "--median-output-len", "9"), ("--median-output-len", "embed", "online, conversations")),
+        (("conversations", "--turns", "5-3"), ("--turns", "'5-3'", "MAX must be at least MIN")),
+        (("online", "--turns", "3-5"), ("--turns", "online", "must be one of conversations")),
+        (("conversations", "--pause", "0"), ("--pause", "0", "greater than 0")),
         (("single", "--batch-sizes", "9"), ("--batch-sizes", "single", "must be one of batches")),
         (("single", "--image-sizes", "9"), ("--image-sizes", "single", "must be one of images")),
         (("headline,images", "--compare", "transformers"), ("--compare", "transformers", "images", "vllm only")),
@@ -801,10 +804,10 @@ def test_conversations(monkeypatch, capsys):
         lengths[i] = before + len(request.prompt) + request.max_tokens
     assert max(lengths) < 300
     sizes = ["--num-seqs", "2", "--median-input-len", "8", "--median-output-len", "3", "--kvcache-block-size", "16"]
-    main(monkeypatch, "conversations", *sizes, *CPU)
+    main(monkeypatch, "conversations", "--turns", "3-3", "--pause", "0.01", *sizes, *CPU)
     out = capsys.readouterr().out
     header, *rows = table(out, "TTFT by turn, ms")
-    assert " ".join(header) == "turn nanovllm p50 nanovllm p99" and [row[0] for row in rows[:2]] == ["1", "2"]
+    assert " ".join(header) == "turn nanovllm p50 nanovllm p99" and [row[0] for row in rows] == ["1", "2", "3"]
     assert all(float(x) > 0 for row in rows for x in row[1:])
     pattern = r"nanovllm: ([\d.]+)% of the prompts' tokens were in the prefix cache; .* about ([\d.e+-]+) s"
     percentage, seconds = map(float, re.search(pattern, out).groups())

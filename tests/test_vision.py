@@ -13,6 +13,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Barrier, Event, Thread, current_thread
 from time import sleep
@@ -28,6 +29,7 @@ from test_models import V5
 from test_states import poison
 
 from nanovllm import LLM, BeamSearchParams, LoRARequest, SamplingParams
+from nanovllm.kernels.launch import gpu_features
 from nanovllm.models import ModelConfig, make_model
 from nanovllm.requests.read_prompts import image_prompt_reader
 from nanovllm.utils.loader import load_model
@@ -35,8 +37,8 @@ from nanovllm.utils.replace import replace_methods
 from nanovllm.vision import image_prompts, image_sources, image_urls
 from nanovllm.vision.image_budget import cost_of_image
 from nanovllm.vision.image_reader import ImageReader
-from nanovllm.vision.prompt_images import PromptImages, images_in
-from nanovllm.vision.tower import VisionTower, add_layer_norm, rotate_patches
+from nanovllm.vision.prompt_images import PromptImage, PromptImages, images_in
+from nanovllm.vision.tower import VisionTower, add_layer_norm, patch_attention, rotate_patches
 from nanovllm.vision.vision_runner import ImageStore, VisionRunner
 
 Image = pytest.importorskip("PIL.Image")
@@ -156,6 +158,27 @@ def with_images(rng: random.Random, *images, before: int = 3, between: int = 2, 
     return {"prompt_token_ids": token_ids + ids(after), "multi_modal_data": {"image": [*images]}}
 
 
+def has_hopper() -> bool:
+    return find_spec("triton") is not None and gpu_features.has_hopper_kernels()
+
+
+def tensor_of(image: PromptImage) -> torch.Tensor:
+    return torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).view(8 * image.rows, 8 * image.columns, 3)
+
+
+def patches_of(image: torch.Tensor) -> torch.Tensor:
+    """The inputs of transformers' tower: two frames of patches, in the order of squares of two by two patches."""
+    patches = [
+        image[8 * row + i : 8 * row + i + 4, 8 * column + j : 8 * column + j + 4].permute(2, 0, 1)
+        for row in range(len(image) // 8)
+        for column in range(image.shape[1] // 8)
+        for i in (0, 4)
+        for j in (0, 4)
+    ]
+    pixels = (torch.stack(patches).float() / 255 - 0.5) / 0.5
+    return pixels.unsqueeze(2).expand(-1, -1, 2, -1, -1).flatten(1)
+
+
 class Reference:
     """Log-probabilities by transformers' model, for the prompts that our processor has made."""
 
@@ -182,12 +205,9 @@ class Reference:
 
     @staticmethod
     def pixels(images: PromptImages) -> dict:
-        patches, grids = [], []
-        for image in images.images:
-            pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).view(-1, 3, 1, 4, 4)
-            patches.append(((pixels.float() / 255 - 0.5) / 0.5).expand(-1, -1, 2, -1, -1).flatten(1))
-            grids.append([1, 2 * image.rows, 2 * image.columns])
-        return {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids)}
+        patches = torch.cat([patches_of(tensor_of(image)) for image in images.images])
+        grids = [[1, 2 * image.rows, 2 * image.columns] for image in images.images]
+        return {"pixel_values": patches, "image_grid_thw": torch.tensor(grids)}
 
     def check(self, prompts, outputs) -> None:
         for prompt, output in zip(prompts, outputs, strict=True):
@@ -240,10 +260,9 @@ def test_tower(checkpoint, name):
     model = make_model(ModelConfig.read(Path(folder)), 64)
     load_model(model, Path(folder), torch.device("cpu"))
     for height, width in ((6, 6), (10, 4), (2, 18), (2, 2)):
-        patches = torch.randint(0, 256, (height * width, 3, 4, 4), dtype=torch.uint8)
-        pixels = ((patches.float() / 255 - 0.5) / 0.5).unsqueeze(2).expand(-1, -1, 2, -1, -1).flatten(1)
-        found = model.model.visual(patches, height, width)
-        expected = reference.model.visual(pixels, grid_thw=torch.tensor([[1, height, width]]))
+        image = torch.randint(0, 256, (4 * height, 4 * width, 3), dtype=torch.uint8)
+        found = model.model.visual(image)
+        expected = reference.model.visual(patches_of(image), grid_thw=torch.tensor([[1, height, width]]))
         if V5:
             expected = expected.pooler_output, getattr(expected, "deepstack_features", None) or ()
         torch.testing.assert_close(found, torch.stack([expected[0], *expected[1]]), rtol=1e-5, atol=1e-5)
@@ -257,6 +276,23 @@ def test_rotation_on_kernels(num_patches, num_heads, head_dim, dtype):
     angles = randn(num_patches, 1, head_dim // 2, dtype=torch.float32)
     expected = rotate_patches.__wrapped__(qkv.double(), angles.cos(), angles.sin())
     assert_close(ops.rotate_patches(qkv, angles.cos(), angles.sin()), expected)
+
+
+@pytest.mark.skipif(not has_hopper(), reason="needs a Hopper GPU, and Triton 3.6")
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [72, 80])
+@pytest.mark.parametrize("num_patches", [1, 4, 127, 128, 129, 700, 4096])
+def test_attention_for_hopper(num_patches, head_dim):
+    """Also with so many heads that a program computes several tiles of queries."""
+    from nanovllm.vision.kernels import hopper_patch_attention
+
+    for heads in (1, 16, 300):
+        if num_patches * heads > 2**17:
+            continue
+        for dtype in torch.bfloat16, torch.float16:
+            qkv = torch.randn(num_patches, 3, heads, head_dim, device="cuda", dtype=dtype)
+            expected = patch_attention.__wrapped__(qkv.double())
+            assert_close(hopper_patch_attention.attend(qkv), expected)
 
 
 @each_dtype
@@ -297,8 +333,8 @@ def test_files_of_image_processors(checkpoint, tmp_path):
     def read():
         vision = ModelConfig.read(tmp_path).vision
         reader = ImageReader(SimpleNamespace(model_config=SimpleNamespace(vision=vision)))
-        pixels = torch.frombuffer(bytearray(reader.read(image).pixels), dtype=torch.uint8).view(-1, 3, 4, 4)
-        return VisionTower._normalized(VisionTower(vision), pixels).unsqueeze(2).expand(-1, -1, 2, -1, -1).flatten(1)
+        patches = VisionTower._patches(VisionTower(vision), tensor_of(reader.read(image)))
+        return patches.unsqueeze(2).expand(-1, -1, 2, -1, -1).flatten(1)
 
     def expected():
         return kind.from_pretrained(tmp_path)(images=[image], return_tensors="pt")["pixel_values"]

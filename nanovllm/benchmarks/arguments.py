@@ -29,11 +29,11 @@ online: --num-seqs requests for each --request-rate; by default, 20 seconds of r
     between arrivals are exponentially distributed. The lengths are log-normal (sigma 0.9 for inputs, 0.7 for outputs),
     and are scaled down to fit --max-model-len. On a CPU, a short run first measures the highest rate, and the default
     rates are 30, 60 and 90% of that rate. The p99 is left out if there are fewer than 20 requests.
-conversations: --num-seqs conversations of 3 to 20 turns (2 to 5 on a CPU), which share a system prompt. Each question
-    follows the previous answer after a pause, and the prompt is the whole conversation. The lengths have the same
-    distributions as in the workload online. A conversation ends early if it reaches --max-model-len. The table shows
-    the TTFT by turn. The lines above the table show the hit rate of the prefix cache and, with --swap-space, the share
-    of tokens that came from host memory.
+conversations: --num-seqs conversations of --turns turns, which share a system prompt. Each question follows the
+    previous answer after a pause, which is distributed exponentially with the mean --pause. The prompt is the whole
+    conversation. The lengths have the same distributions as in the workload online. A conversation ends early if it
+    reaches --max-model-len. The table shows the TTFT by turn. The lines above the table show the hit rate of the prefix
+    cache and, with --swap-space, the share of tokens that came from host memory.
 latency: first, single prompts of 16 to 32,000 tokens with one output token. Each length runs --num-seqs times. Then a
     single sequence decodes after contexts of 100 to 30,000 tokens. Later, 8 sequences together do the same. Each of
     these lengths runs three times. --max-model-len and --max-input-len bound the lengths.
@@ -55,16 +55,17 @@ host: no model runs. A fake device returns random tokens immediately. One table 
     sequences. It includes all work until the caller of `generate` or `stream` gets the text. The time of a Python loop
     shows how fast the machine is.
 
-Runs. Each workload first runs once as a warm-up with different token ids. The warm-up of online has a quarter of the
-requests. All decode runs of latency have the same ids. After the warm-up, the workloads headline, single, prefill,
-batches, embed and images run --rounds times, each time with different ids. The fastest run is reported. One run is not
-enough, because vLLM with FP8 compiles kernels whenever a step has a new number of tokens, even after the warm-up. With
---compare, each engine runs in a separate process. All settings of vLLM are its defaults, except for the model, the
-dtypes, --max-model-len, the number of GPUs and --speculative-config. If you set --max-num-seqs,
---max-num-batched-tokens, --limit-mm-per-prompt or --mm-processor-kwargs, vLLM gets them too. In a run with the workload
-images, both engines accept one image per prompt and no videos, unless you set --limit-mm-per-prompt. If this package
-loads no vision tower, vLLM gets --language-model-only. The output lists the versions of the engines, and the
-environment variables VLLM_*. --plot FILE.svg draws the results of online, latency or batches.
+Runs. Each workload first runs once as a warm-up with different token ids. The warm-ups of online and conversations have
+a quarter of the requests. All decode runs of latency have the same ids. After the warm-up, the workloads headline,
+single, prefill, batches, embed and images run --rounds times, each time with different ids. The fastest run is
+reported. One run is not enough, because vLLM with FP8 compiles kernels whenever a step has a new number of tokens, even
+after the warm-up. With --compare, each engine runs in a separate process. All settings of vLLM are its defaults, except
+for the model, the dtypes, --max-model-len, the number of GPUs, --swap-space and --speculative-config. If you set
+--max-num-seqs, --max-num-batched-tokens, --gpu-memory-utilization, --limit-mm-per-prompt or --mm-processor-kwargs, vLLM
+gets them too. In a run with the workload images, both engines accept one image per prompt and no videos, unless you set
+--limit-mm-per-prompt. If this package loads no vision tower, vLLM gets --language-model-only. The output lists the
+versions of the engines, and the environment variables VLLM_*. --plot FILE.svg draws the results of online, latency or
+batches.
 
 Random weights. With --shape, "model" in --speculative-config may also be the name of a shape, and the method "eagle3"
 needs no "model". Drafts from random weights are never accepted. To make both engines accept drafts at given rates, set
@@ -126,6 +127,8 @@ USED_BY = {  # the workloads that use a flag
     "request_rate": ("online",),
     "median_input_len": MEDIANS,
     "median_output_len": MEDIANS,
+    "turns": ("conversations",),
+    "pause": ("conversations",),
     "batch_sizes": ("batches",),
     "image_sizes": ("images",),
 }
@@ -159,6 +162,10 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--request-rate", type=each(positive), help="online: requests per second (8,16,24)")
     parser.add_argument("--median-input-len", type=size, help="online: median prompt length (500; on a CPU 125)")
     parser.add_argument("--median-output-len", type=size, help="online: median output length (160; on a CPU 40)")
+    text = "conversations: the fewest and the most turns of a conversation (3-20; on a CPU 2-5)"
+    parser.add_argument("--turns", type=bounds, metavar="MIN-MAX", help=text)
+    text = "conversations: the mean pause before a question, in seconds (2; on a CPU 0.2)"
+    parser.add_argument("--pause", type=positive, metavar="SECONDS", help=text)
     text = "batches: numbers of requests (2,8,32,128,512; on a CPU 1,4,16,64)"
     parser.add_argument("--batch-sizes", type=each(size), help=text)
     parser.add_argument("--image-sizes", type=each(size), help="images: pixels of a side (1024; on a CPU 256)")
@@ -290,6 +297,12 @@ def load(text: str) -> Load:
     if not (match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)/([1-9]\d*)(?:-(whole|chat))?", text)):
         raise ArgumentTypeError(f"{text!r}: must be CLIENTSxINPUT/OUTPUT, optionally with -whole or -chat at the end")
     return Load(*map(int, match.groups()[:3]), match[4] or "")
+
+
+def bounds(text: str) -> tuple[int, int]:
+    if not (match := re.fullmatch(r"([1-9]\d*)-([1-9]\d*)", text)) or int(match[1]) > int(match[2]):
+        raise ArgumentTypeError(f"{text!r}: must be MIN-MAX, such as 3-20, and MAX must be at least MIN")
+    return int(match[1]), int(match[2])
 
 
 def words(text: str) -> list[str]:

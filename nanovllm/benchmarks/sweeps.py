@@ -82,9 +82,10 @@ def conversations_sweep(args: argparse.Namespace, config: Config) -> tuple[Workl
     """Make the workload `conversations`. The warm-up has a quarter of the conversations, with different token ids."""
     vocab_size, on_cpu = config.model_config.vocab_size, config.device == "cpu"
     number, turns, pause = (6, (2, 5), 0.2) if on_cpu else (64, (3, 20), 2.0)
+    number, shape = args.num_seqs or number, (args.turns or turns, args.pause or pause)
     sizes = median_lengths(args, config), config.max_model_len, args.seed, vocab_size
-    requests = conversations(args.num_seqs or number, turns, pause, *sizes)
-    warm_up = conversations(-(-(args.num_seqs or number) // 4), turns, pause, *sizes)
+    requests = conversations(number, *shape, *sizes)
+    warm_up = conversations(-(-number // 4), *shape, *sizes)
     names = {turn: f"turn {turn}" for turn in by_turn(requests)}
     ttft = {f"p{p}": (names, partial(latency_ms, kind="TTFT", p=p)) for p in (50, 99)}
     rate = {"": ({len(requests): CONVERSATIONS}, lambda result: result.rate)}

@@ -45,6 +45,8 @@ from nanovllm.quantization.kernels.multiply_scaled import (
 )
 from nanovllm.quantization.kernels.packed_gemm import best_packed_split_k, dequantize_packed, packed_linear
 from nanovllm.vision.kernels.add_layer_norm import add_layer_norm
+from nanovllm.vision.kernels.linear_gelu import linear_gelu
+from nanovllm.vision.kernels.patch_attention import patch_attention
 from nanovllm.vision.kernels.rotate_patches import rotate_patches
 
 TINY_WEIGHTS, TINY_SPLIT_K = 2**20, 16  # splitting K of a small GEMM saves time, although the summands must be added

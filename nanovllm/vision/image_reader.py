@@ -1,4 +1,4 @@
-"""Reads images, and cuts them into patches for the vision tower. transformers' Qwen2VLImageProcessor does the same.
+"""Reads images, and scales them for the vision tower. transformers' Qwen2VLImageProcessor does the same.
 
 Pillow is an optional dependency, so this file is imported when an engine gets its first prompt with images.
 """
@@ -53,7 +53,7 @@ class ImageReader:
         return self.cut(self.open(source, is_trusted), bounds)
 
     def cut(self, opened: Any, bounds: tuple[int, int] | None = None) -> PromptImage:
-        """Decode a PIL image, scale it, and cut it into patches. Raises ValueError as `read` does.
+        """Decode a PIL image, and scale it. Raises ValueError as `read` does.
 
         bounds: the least and the greatest number of pixels after scaling; by default those of the VisionConfig.
         """
@@ -66,13 +66,10 @@ class ImageReader:
             raise ValueError(f"image: has {image.width} x {image.height} pixels: {error}") from error
         if image.size != (width, height):  # otherwise, only a copy
             image = image.resize((width, height), vision.resample)
-        pixels = np.asarray(image)
-        shape, n, size = (height // square, width // square), vision.merge_size, vision.patch_size
-        squares = pixels.reshape(shape[0], n, size, shape[1], n, size, 3)
-        patches = squares.transpose(0, 3, 1, 4, 6, 2, 5).tobytes()
+        pixels, shape = image.tobytes(), (height // square, width // square)
         digest = hashlib.sha256(b"%d %d " % shape)  # processors have instructions for SHA-256
-        digest.update(patches)
-        return PromptImage(patches, *shape, digest.digest()[:16])
+        digest.update(pixels)
+        return PromptImage(pixels, *shape, digest.digest()[:16])
 
     def open(self, source: Any, is_trusted: bool = True) -> Any:
         """Return a PIL image that is not decoded yet. Arguments and errors are the same as for `read`."""

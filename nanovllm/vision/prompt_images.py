@@ -10,7 +10,7 @@ import numpy as np
 class PromptImage(NamedTuple):
     """An image of a size that fits the tower.
 
-    pixels: uint8 [patches, 3, patch_size, patch_size] as bytes. The patches of a token are adjacent.
+    pixels: uint8 [height, width, 3] as bytes.
     rows, columns: the height and the width of the image in tokens.
     digest: 16 bytes that depend on the pixels, rows and columns. Images with equal digests share cached blocks.
     """

@@ -84,16 +84,9 @@ class PositionEmbedding(nn.Module):
 
     def forward(self, height: int, width: int) -> torch.Tensor:
         """Return the embeddings [height, width, hidden_size] of an image's patches, in float32."""
-        grid = self.weight.float().unflatten(0, (self.side, self.side))
-        rows = self._interpolate(grid, height)
-        return self._interpolate(rows.transpose(0, 1), width).transpose(0, 1)
-
-    def _interpolate(self, grid: torch.Tensor, size: int) -> torch.Tensor:
-        """Resize the first dimension by linear interpolation. The first element and the last element stay the same."""
-        places = torch.arange(size, dtype=torch.float32, device=grid.device) * (self.side - 1) / max(1, size - 1)
-        low = places.long()
-        high = (low + 1).clamp(max=self.side - 1)
-        return torch.lerp(grid[low], grid[high], (places - low)[:, None, None])
+        grid = self.weight.float().view(1, self.side, self.side, -1).permute(0, 3, 1, 2)
+        # corners stay corners
+        return F.interpolate(grid, (height, width), mode="bilinear", align_corners=True)[0].permute(1, 2, 0)
 
 
 @operation
@@ -101,6 +94,19 @@ def rotate_patches(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
     """Rotate the queries and keys of qkv [P, 3, heads, N]. `cos` and `sin` are [P, 1, N / 2]. May overwrite qkv."""
     qk = apply_rotary_emb(qkv[:, :2].flatten(1, 2), cos, sin)
     return torch.cat((qk.unflatten(1, (2, -1)), qkv[:, 2:]), 1)
+
+
+@operation
+def patch_attention(qkv: torch.Tensor) -> torch.Tensor:
+    """Return the attention [P, heads * N] of each patch to all patches. qkv is [P, 3, heads, N]."""
+    q, k, v = qkv.permute(1, 2, 0, 3).unsqueeze(1)  # each [1, heads, P, N]
+    return F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1).flatten(1)
+
+
+@operation
+def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Return gelu(x W^T + bias). GELU is approximated with tanh."""
+    return F.gelu(linear(x, weight, bias), approximate="tanh")
 
 
 class TowerAttention(nn.Module):
@@ -114,9 +120,7 @@ class TowerAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         qkv = rotate_patches(self.qkv(x).unflatten(-1, (3, self.num_heads, -1)), cos, sin)
-        q, k, v = qkv.permute(1, 2, 0, 3).unsqueeze(1)  # each [1, heads, P, head_dim]
-        o = F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1)
-        return self.proj(o.flatten(1))
+        return self.proj(patch_attention(qkv))
 
 
 class TowerMLP(nn.Module):
@@ -126,7 +130,7 @@ class TowerMLP(nn.Module):
         self.linear_fc2 = TowerLinear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear_fc2(F.gelu(self.linear_fc1(x), approximate="tanh"))
+        return self.linear_fc2(linear_gelu(x, self.linear_fc1.weight, self.linear_fc1.bias))
 
 
 class TowerBlock(nn.Module):
@@ -179,14 +183,14 @@ class VisionTower(nn.Module):
         mergers = [PatchMerger(config, norms_squares=True) for _ in config.deepstack_layers]
         self.deepstack_merger_list = nn.ModuleList(mergers)
 
-    def forward(self, patches: torch.Tensor, height: int, width: int) -> torch.Tensor:
-        """Map an image to embeddings [1 + layers, tokens, out_hidden_size].
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        """Map an image [height, width, 3] of uint8 to embeddings [1 + layers, tokens, out_hidden_size].
 
         The first embeddings replace the image's placeholders. The other embeddings are added after the first layers of
-        the text model (DeepStack, arXiv:2406.04334). `patches` [height * width, 3, patch_size, patch_size] contains
-        values from 0 to 255. The patches of a merged square are adjacent.
+        the text model (DeepStack, arXiv:2406.04334).
         """
-        x = self.patch_embed.proj(self._normalized(patches))
+        height, width = (size // self.config.patch_size for size in image.shape[:2])
+        x = self.patch_embed.proj(self._patches(image))
         residual = self._in_squares(self.pos_embed(height, width)).to(x.dtype)
         cos, sin = self._rotation(height, width)
         levels = []
@@ -197,9 +201,13 @@ class VisionTower(nn.Module):
                 levels.append(mergers[i](x + residual))
         return torch.stack([self.merger(x + residual), *levels])
 
-    def _normalized(self, patches: torch.Tensor) -> torch.Tensor:
+    def _patches(self, image: torch.Tensor) -> torch.Tensor:
+        """Return normalized patches [P, 3, patch_size, patch_size]. The patches of a merged square are adjacent."""
+        n, size = self.config.merge_size, self.config.patch_size
+        squares = image.view(image.shape[0] // (n * size), n, size, image.shape[1] // (n * size), n, size, 3)
+        patches = squares.permute(0, 3, 1, 4, 6, 2, 5).flatten(0, 3).float()
         mean, std = self.mean[:, None, None], self.std[:, None, None]
-        return ((patches.float() / 255 - mean) / std).to(self.pos_embed.weight.dtype)
+        return ((patches / 255 - mean) / std).to(self.pos_embed.weight.dtype)
 
     def _rotation(self, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines [P, 1, head_dim / 2].

@@ -75,14 +75,11 @@ class ImageStore:
         """Remove the images `leaving`, and compute the embeddings of `image`."""
         for digest in leaving:
             self._embeddings.pop(digest, None)
-        config = self._tower.config
-        pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8)
-        if self._device.type == "cuda":  # otherwise, the copy would wait for all queued steps
-            pixels = pixels.pin_memory()
-        pixels = pixels.to(self._device, non_blocking=True)
-        patches = pixels.view(-1, 3, config.patch_size, config.patch_size)
-        size = image.rows * config.merge_size, image.columns * config.merge_size
-        self._embeddings[image.digest] = self._tower(patches, *size)
+        square = self._tower.config.patch_size * self._tower.config.merge_size
+        pinned = self._device.type == "cuda"  # otherwise, the copy would wait for all queued steps
+        pixels = torch.empty(image.rows * square, image.columns * square, 3, dtype=torch.uint8, pin_memory=pinned)
+        pixels.view(-1).numpy()[:] = np.frombuffer(image.pixels, np.uint8)
+        self._embeddings[image.digest] = self._tower(pixels.to(self._device, non_blocking=True))
 
     def clear(self) -> None:
         self._cleared += self._embeddings

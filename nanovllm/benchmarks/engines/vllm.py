@@ -13,7 +13,8 @@ from nanovllm.benchmarks.results import Result, drafts_since, fastest, joined
 from nanovllm.config import Config
 
 # settings that vLLM gets if they are given; otherwise, it has its own defaults
-IF_GIVEN = "max_num_seqs", "max_num_batched_tokens", "limit_mm_per_prompt", "mm_processor_kwargs"
+IF_GIVEN = "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"
+IF_GIVEN += "limit_mm_per_prompt", "mm_processor_kwargs"
 # the keys of our `speculative_config` that have the same meaning in vLLM
 OF_DRAFTS = "method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "model", "revision"
 OF_DRAFTS += "draft_tensor_parallel_size", "synthetic_acceptance_rates"

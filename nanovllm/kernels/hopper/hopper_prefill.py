@@ -35,14 +35,14 @@ class Shape(NamedTuple):
 
 
 @gluon.constexpr_function
-def _rows(head_dim):
+def rows_of(head_dim):
     """Return a layout to load and store rows of `head_dim` elements as vectors of 16 bytes."""
     lanes = head_dim // 8
     return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
 
 
 @gluon.constexpr_function
-def _lanes():
+def lanes():
     """Return a layout for [64, 4] tensors, with one value per thread and four threads per row."""
     lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 4])
@@ -124,7 +124,7 @@ def _load_tiles(tiles, rings, plan, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(scores, state, position, key, MASKED: gl.constexpr, SHAPE: gl.constexpr):
+def softmax(scores, state, position, key, MASKED: gl.constexpr, SHAPE: gl.constexpr):
     """Return the softmax weights, the factor for the old sums, and the new state.
 
     The state contains the maximum scaled score of each row. It also contains a separate sum of weights for each thread,
@@ -145,7 +145,7 @@ def _softmax(scores, state, position, key, MASKED: gl.constexpr, SHAPE: gl.const
     p = gl.exp2(scores * scale - m_new[:, None])
     alpha = gl.exp2(m_i - m_new)
     sums = gl.sum(gl.sum(gl.reshape(p, [64, SHAPE.tile // 8, 4, 2]), 3), 1)
-    l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, _lanes()))[:, None] + gl.convert_layout(sums, _lanes())
+    l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, lanes()))[:, None] + gl.convert_layout(sums, lanes())
     return p, alpha, (m_new, l_i)
 
 
@@ -183,7 +183,7 @@ def _attend_tiles(sums, begin, end, args, W: gl.constexpr, MASKED: gl.constexpr,
         mbarrier.arrive(turns.index(1 - W), count=1)
         scores = hopper.warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(keys[2].index(i % 2), count=1)
-        p, alpha, state = _softmax(scores, state, position, (last - j) * SHAPE.tile, MASKED, SHAPE)
+        p, alpha, state = softmax(scores, state, position, (last - j) * SHAPE.tile, MASKED, SHAPE)
         # this wait keeps the compiler from moving softmax after the wait for the matmul
         mbarrier.wait(keys[1].index((i + 1) % 2), (i + 1) // 2 & 1, pred=j + 1 < count)
         acc, weights = hopper.warpgroup_mma_wait(0, deps=[acc, weights])
@@ -198,7 +198,7 @@ def _forget_stale(v, key, length, SHAPE: gl.constexpr):
 
     Both warpgroups may do this for the same values.
     """
-    ROWS: gl.constexpr = _rows(SHAPE.head_dim)
+    ROWS: gl.constexpr = rows_of(SHAPE.head_dim)
     for part in gl.static_range(SHAPE.tile // 32):
         some = v.slice(part * 32, 32)
         n = key + part * 32 + gl.arange(0, 32, gl.SliceLayout(1, ROWS))
@@ -211,7 +211,7 @@ def _compute(out_ptr, rings, turns, plan, W: gl.constexpr, SHAPE: gl.constexpr):
     """Run one warpgroup: compute softmax(q k^T) v for 64 rows of each query tile."""
     queries, keys, values = rings
     SUMS: gl.constexpr = sums_of(SHAPE.head_dim)
-    ROWS: gl.constexpr = _rows(SHAPE.head_dim)
+    ROWS: gl.constexpr = rows_of(SHAPE.head_dim)
     FIRST: gl.constexpr = W * (64 // SHAPE.pack)
     row_of_scores: gl.constexpr = gl.SliceLayout(1, sums_of(SHAPE.tile))
     q = queries[0].index(W).reshape([64, SHAPE.head_dim])
@@ -235,8 +235,8 @@ def _compute(out_ptr, rings, turns, plan, W: gl.constexpr, SHAPE: gl.constexpr):
             _forget_stale(values[0].index(i % 2), key, length, SHAPE)
         scores = hopper.warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(keys[2].index(i % 2), count=1)
-        m_i, l_i = gl.full([64], -1e30, gl.float32, row_of_scores), gl.full([64, 4], 0.0, gl.float32, _lanes())
-        p, _, state = _softmax(scores, (m_i, l_i), positions, key, True, SHAPE)
+        m_i, l_i = gl.full([64], -1e30, gl.float32, row_of_scores), gl.full([64, 4], 0.0, gl.float32, lanes())
+        p, _, state = softmax(scores, (m_i, l_i), positions, key, True, SHAPE)
         mbarrier.wait(keys[1].index((i + 1) % 2), (i + 1) // 2 & 1, pred=count > 1)
         sums = gl.full([64, SHAPE.head_dim], 0.0, gl.float32, SUMS), p, state
         # tiles with keys hidden by causality, then tiles that all rows see, then tiles with keys hidden by the window
