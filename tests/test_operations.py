@@ -155,6 +155,14 @@ def test_a_cpu_takes_what_definitions_take():
         assert [(p.name, p.default) for p in theirs.values()] == [(p.name, p.default) for p in ours.values()]
 
 
+def test_rows_that_a_cpu_pads():
+    """Of tensors with any number of dimensions."""
+    x, weight, bias = torch.randn(3, 47, 8).bfloat16(), torch.randn(5, 8).bfloat16(), torch.randn(5).bfloat16()
+    found = cpu_ops.linear(x, weight, bias)
+    torch.testing.assert_close(found, torch.nn.functional.linear(x, weight, bias))
+    assert cpu_ops.linear(x[0], weight, bias) is cpu_ops.linear(x.float(), weight, bias) is NotImplemented
+
+
 @pytest.mark.parametrize("variant", ["", "-invariant"])
 def test_kernels_take_what_definitions_take(variant):
     """By the same names, those without a default in the same places. A kernel may have more options."""

@@ -261,7 +261,9 @@ def test_tower(checkpoint, name):
     load_model(model, Path(folder), torch.device("cpu"))
     for height, width in ((6, 6), (10, 4), (2, 18), (2, 2)):
         image = torch.randint(0, 256, (4 * height, 4 * width, 3), dtype=torch.uint8)
-        found = model.model.visual(image)
+        other = torch.randint_like(image, 256)
+        found, alone = model.model.visual(torch.stack((other, image)))[:, 1], model.model.visual(image[None])[:, 0]
+        torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5)
         expected = reference.model.visual(patches_of(image), grid_thw=torch.tensor([[1, height, width]]))
         if V5:
             expected = expected.pooler_output, getattr(expected, "deepstack_features", None) or ()
@@ -272,7 +274,7 @@ def test_tower(checkpoint, name):
 @pytest.mark.parametrize("num_patches, num_heads, head_dim", [(1, 1, 2), (7, 3, 12), (5, 16, 72)])
 def test_rotation_on_kernels(num_patches, num_heads, head_dim, dtype):
     ops = pytest.importorskip("nanovllm.kernels.ops")
-    qkv = randn(num_patches, 3, num_heads, head_dim, dtype=dtype)
+    qkv = randn(2, num_patches, 3, num_heads, head_dim, dtype=dtype)
     angles = randn(num_patches, 1, head_dim // 2, dtype=torch.float32)
     expected = rotate_patches.__wrapped__(qkv.double(), angles.cos(), angles.sin())
     assert_close(ops.rotate_patches(qkv, angles.cos(), angles.sin()), expected)
@@ -286,20 +288,19 @@ def test_attention_for_hopper(num_patches, head_dim):
     """Also with so many heads that a program computes several tiles of queries."""
     from nanovllm.vision.kernels import hopper_patch_attention
 
-    for heads in (1, 16, 300):
-        if num_patches * heads > 2**17:
-            continue
+    for num_images, heads in (1, 1), (3, 16), (1, 300):
         for dtype in torch.bfloat16, torch.float16:
-            qkv = torch.randn(num_patches, 3, heads, head_dim, device="cuda", dtype=dtype)
-            expected = patch_attention.__wrapped__(qkv.double())
-            assert_close(hopper_patch_attention.attend(qkv), expected)
+            if num_images * num_patches * heads < 2**18:
+                qkv = torch.randn(num_images, num_patches, 3, heads, head_dim, device="cuda", dtype=dtype)
+                expected = patch_attention.__wrapped__(qkv.double())
+                assert_close(hopper_patch_attention.attend(qkv), expected)
 
 
 @each_dtype
 @pytest.mark.parametrize("num_patches, size", [(1, 2), (7, 48), (3, 1152)])
 def test_norm_of_sum_on_kernels(num_patches, size, dtype):
     ops = pytest.importorskip("nanovllm.kernels.ops")
-    x, residual = (randn(num_patches, size, dtype=dtype) + 3 for _ in range(2))
+    x, residual = (randn(2, num_patches, size, dtype=dtype) + 3 for _ in range(2))
     weight, bias = randn(2, size, dtype=dtype)
     expected = add_layer_norm.__wrapped__((x + residual).double(), 0, weight.double(), bias.double(), 1e-6)
     for found, exact in zip(ops.add_layer_norm(x, residual.clone(), weight, bias, 1e-6), expected):
@@ -333,7 +334,7 @@ def test_files_of_image_processors(checkpoint, tmp_path):
     def read():
         vision = ModelConfig.read(tmp_path).vision
         reader = ImageReader(SimpleNamespace(model_config=SimpleNamespace(vision=vision)))
-        patches = VisionTower._patches(VisionTower(vision), tensor_of(reader.read(image)))
+        patches = VisionTower._patches(VisionTower(vision), tensor_of(reader.read(image))[None])[0]
         return patches.unsqueeze(2).expand(-1, -1, 2, -1, -1).flatten(1)
 
     def expected():
@@ -452,7 +453,9 @@ def test_each_image_is_computed_once(make_vision, monkeypatch):
     added = []
     add = ImageStore.add
     monkeypatch.setattr(
-        ImageStore, "add", lambda self, image, *rest: added.append(image.digest) or add(self, image, *rest)
+        ImageStore,
+        "add",
+        lambda self, images, *rest: added.extend(x.digest for x in images) or add(self, images, *rest),
     )
     params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
     prompts = [with_images(random.Random(i), picture(90, 60, i % 2)) for i in range(6)]

@@ -50,6 +50,7 @@ def one_thread() -> Iterator[None]:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    leading, x = x.shape[:-1], x.reshape(-1, x.shape[-1])  # a learner may pass a tensor with other dimensions
     y = x.new_empty(len(x), len(weight))
     torch.set_num_threads(num_threads.get())
     for begin in range(0, len(x), ROWS):
@@ -59,7 +60,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         block[:num_rows] = x[rows]
         y[rows] = F.linear(block, weight, bias)[:num_rows]
     torch.set_num_threads(1)
-    return y
+    return y.view(*leading, len(weight))
 
 
 gate_scores = linear

@@ -8,10 +8,11 @@ from nanovllm.layers import sampler
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Pad 16-bit rows to a few sizes, because oneDNN compiles about half a MiB of code for each number of rows."""
-    num_padding = 0 if x.dtype is torch.float32 else padded_rows(len(x)) - len(x)
+    rows = x.reshape(-1, x.shape[-1])
+    num_padding = 0 if x.dtype is torch.float32 else padded_rows(len(rows)) - len(rows)
     if not num_padding:
         return NotImplemented
-    return F.linear(F.pad(x, (0, 0, 0, num_padding)), weight, bias)[: len(x)]
+    return F.linear(F.pad(rows, (0, 0, 0, num_padding)), weight, bias)[: len(rows)].view(*x.shape[:-1], len(weight))
 
 
 def padded_rows(num_rows: int) -> int:

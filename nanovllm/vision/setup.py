@@ -15,22 +15,24 @@ from nanovllm.vision.prompt_images import PromptImage
 
 
 class ImagePart(NamedTuple):
-    """A part of a message to another rank. The rank computes an image's embeddings when all parts have arrived.
+    """A part of a message to another rank. The rank computes embeddings of images when all parts have arrived.
 
-    Together, the parts contain the image's pixels, and digests of images. The rank drops these images to free memory.
-    `image` has no pixels.
+    Together, the parts contain the pixels of `images`, and digests of images. The rank drops the latter images to free
+    memory. `images` have no pixels, and have one size.
     """
 
-    image: PromptImage
-    num_bytes: int  # of the pixels
+    images: list[PromptImage]
+    num_bytes: int  # of an image's pixels
     part: TensorPart
 
     def receive(self, words: np.ndarray, runner: Any, incoming: dict[Any, Any]) -> None:
         if (tensor := self.part.join(words, incoming)) is not None:
-            data, size = tensor.numpy().tobytes(), len(self.image.digest)
-            leaving = [data[begin : begin + size] for begin in range(self.num_bytes, len(data), size)]
+            data, begin, size = tensor.numpy().tobytes(), len(self.images) * self.num_bytes, len(self.images[0].digest)
+            leaving = [data[i : i + size] for i in range(begin, len(data), size)]
+            pixels = [data[i : i + self.num_bytes] for i in range(0, begin, self.num_bytes)]
             with runner.on_device():
-                runner.images.add(self.image._replace(pixels=data[: self.num_bytes]), leaving)
+                images = [image._replace(pixels=x) for image, x in zip(self.images, pixels, strict=True)]
+                runner.images.add(images, leaving)
 
 
 def use_images(engine: Engine) -> None:
@@ -48,7 +50,8 @@ def use_images(engine: Engine) -> None:
         runner.images.tell_ranks = partial(_tell_ranks, engine)
 
 
-def _tell_ranks(engine: Engine, image: PromptImage, leaving: list[bytes]) -> None:
-    data = torch.frombuffer(bytearray(b"".join((image.pixels, *leaving))), dtype=torch.uint8)
-    make_part = partial(ImagePart, image._replace(pixels=b""), len(image.pixels))
-    engine.workers.send_tensor(make_part, "an image", data)
+def _tell_ranks(engine: Engine, images: list[PromptImage], leaving: list[bytes]) -> None:
+    data = b"".join([*(image.pixels for image in images), *leaving])
+    without_pixels = [image._replace(pixels=b"") for image in images]
+    make_part = partial(ImagePart, without_pixels, len(images[0].pixels))
+    engine.workers.send_tensor(make_part, "images", torch.frombuffer(bytearray(data), dtype=torch.uint8))

@@ -1,6 +1,7 @@
 """The vision tower of Qwen3-VL and Qwen3.5 (arXiv:2511.21631). Maps patches to embeddings of tokens.
 
-Every rank has the whole tower. A tower encodes one image at a time, so an image's embeddings depend on no other image.
+Every rank has the whole tower. Images of one size are encoded together. In shapes, B is the number of images, and P is
+the number of patches of each image.
 """
 
 import torch
@@ -34,7 +35,7 @@ class TowerLinear(nn.Module):
 def add_layer_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the layer norm of x + residual, and the sum. All tensors are [P, N]. May overwrite `residual`."""
+    """Return the layer norm of x + residual, and the sum. Both are [B, P, N]. May overwrite `residual`."""
     x = x + residual
     return F.layer_norm(x, weight.shape, weight, bias, eps), x
 
@@ -63,9 +64,9 @@ class PatchProjection(nn.Module):
         self.bias = parameter((config.hidden_size,), default_weight_loader)
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Map the pixels of patches [P, 3, patch_size, patch_size] to [P, hidden_size]."""
-        frames = pixels.unsqueeze(2).expand(-1, *self.weight.shape[1:])
-        return linear(frames.flatten(1), self.weight.flatten(1), self.bias)
+        """Map the pixels of patches [B, P, 3, patch_size, patch_size] to [B, P, hidden_size]."""
+        frames = pixels.unsqueeze(3).expand(-1, -1, *self.weight.shape[1:])
+        return linear(frames.flatten(2), self.weight.flatten(1), self.bias)
 
 
 class PatchEmbedding(nn.Module):
@@ -91,21 +92,21 @@ class PositionEmbedding(nn.Module):
 
 @operation
 def rotate_patches(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the queries and keys of qkv [P, 3, heads, N]. `cos` and `sin` are [P, 1, N / 2]. May overwrite qkv."""
-    qk = apply_rotary_emb(qkv[:, :2].flatten(1, 2), cos, sin)
-    return torch.cat((qk.unflatten(1, (2, -1)), qkv[:, 2:]), 1)
+    """Rotate the queries and keys of qkv [B, P, 3, heads, N]. `cos` and `sin` are [P, 1, N / 2]. May overwrite qkv."""
+    qk = apply_rotary_emb(qkv[:, :, :2].flatten(2, 3), cos, sin)
+    return torch.cat((qk.unflatten(2, (2, -1)), qkv[:, :, 2:]), 2)
 
 
 @operation
 def patch_attention(qkv: torch.Tensor) -> torch.Tensor:
-    """Return the attention [P, heads * N] of each patch to all patches. qkv is [P, 3, heads, N]."""
-    q, k, v = qkv.permute(1, 2, 0, 3).unsqueeze(1)  # each [1, heads, P, N]
-    return F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1).flatten(1)
+    """Return the attention [B, P, heads * N] of each patch to all patches of its image. qkv is [B, P, 3, heads, N]."""
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, P, N]
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
 @operation
 def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Return gelu(x W^T + bias). GELU is approximated with tanh."""
+    """Return gelu(x W^T + bias), which is [B, P, outputs]. GELU is approximated with tanh."""
     return F.gelu(linear(x, weight, bias), approximate="tanh")
 
 
@@ -143,14 +144,14 @@ class TowerBlock(nn.Module):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output of the MLP, and the residual [P, hidden_size] that the next block must add."""
+        """Return the output of the MLP, and the residual that the next block must add. Both are [B, P, hidden_size]."""
         x, residual = self.norm1.add(x, residual)
         x, residual = self.norm2.add(self.attn(x, cos, sin), residual)
         return self.mlp(x), residual
 
 
 class PatchMerger(nn.Module):
-    """Maps patches [P, hidden_size] to tokens [P / merge_size^2, outputs]. Each square of patches becomes a token."""
+    """Maps patches [B, P, hidden_size] to tokens [B, tokens, outputs]. Each square of patches becomes a token."""
 
     def __init__(self, config: VisionConfig, norms_squares: bool):
         """norms_squares: True if the norm is over a square of patches. Otherwise, the norm is over each patch."""
@@ -161,7 +162,7 @@ class PatchMerger(nn.Module):
         self.linear_fc2 = TowerLinear(self.size, config.out_hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.norm(x.view(-1, *self.norm.weight.shape)).view(-1, self.size)
+        x = self.norm(x.view(len(x), -1, *self.norm.weight.shape)).view(len(x), -1, self.size)
         return self.linear_fc2(F.gelu(self.linear_fc1(x)))
 
 
@@ -183,15 +184,15 @@ class VisionTower(nn.Module):
         mergers = [PatchMerger(config, norms_squares=True) for _ in config.deepstack_layers]
         self.deepstack_merger_list = nn.ModuleList(mergers)
 
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        """Map an image [height, width, 3] of uint8 to embeddings [1 + layers, tokens, out_hidden_size].
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Map images [B, height, width, 3] of uint8 to embeddings [1 + layers, B, tokens, out_hidden_size].
 
-        The first embeddings replace the image's placeholders. The other embeddings are added after the first layers of
-        the text model (DeepStack, arXiv:2406.04334).
+        The first embeddings replace the placeholders of images. The other embeddings are added after the first layers
+        of the text model (DeepStack, arXiv:2406.04334).
         """
-        height, width = (size // self.config.patch_size for size in image.shape[:2])
-        x = self.patch_embed.proj(self._patches(image))
-        residual = self._in_squares(self.pos_embed(height, width)).to(x.dtype)
+        height, width = (size // self.config.patch_size for size in images.shape[1:3])
+        x = self.patch_embed.proj(self._patches(images))
+        residual = self._in_squares(self.pos_embed(height, width)).to(x.dtype).expand(x.shape).contiguous()
         cos, sin = self._rotation(height, width)
         levels = []
         mergers = dict(zip(self.config.deepstack_layers, self.deepstack_merger_list))
@@ -201,11 +202,12 @@ class VisionTower(nn.Module):
                 levels.append(mergers[i](x + residual))
         return torch.stack([self.merger(x + residual), *levels])
 
-    def _patches(self, image: torch.Tensor) -> torch.Tensor:
-        """Return normalized patches [P, 3, patch_size, patch_size]. The patches of a merged square are adjacent."""
+    def _patches(self, images: torch.Tensor) -> torch.Tensor:
+        """Return normalized patches [B, P, 3, patch_size, patch_size]. The patches of a square are adjacent."""
         n, size = self.config.merge_size, self.config.patch_size
-        squares = image.view(image.shape[0] // (n * size), n, size, image.shape[1] // (n * size), n, size, 3)
-        patches = squares.permute(0, 3, 1, 4, 6, 2, 5).flatten(0, 3).float()
+        rows, columns = (length // (n * size) for length in images.shape[1:3])
+        squares = images.view(len(images), rows, n, size, columns, n, size, 3)
+        patches = squares.permute(0, 1, 4, 2, 5, 7, 3, 6).flatten(1, 4).float()
         mean, std = self.mean[:, None, None], self.std[:, None, None]
         return ((patches / 255 - mean) / std).to(self.pos_embed.weight.dtype)
 

@@ -19,6 +19,8 @@ from nanovllm.vision.image_feature import has_images
 from nanovllm.vision.prompt_images import PromptImage, images_in
 from nanovllm.vision.tower import VisionTower
 
+MAX_PATCHES = 2**14  # that are encoded together, unless a single image has more
+
 
 class ImageStore:
     """The embeddings of images on a rank's device, by digest.
@@ -27,12 +29,17 @@ class ImageStore:
     images to remove, and tells the other ranks.
     """
 
-    def __init__(self, tower: VisionTower, max_tokens: int, device: torch.device):
+    def __init__(self, tower: VisionTower, max_tokens: int, device: torch.device, max_patches: int = MAX_PATCHES):
+        """
+        max_tokens: how many embeddings are stored.
+        max_patches: images of one size are encoded together, up to this number of patches.
+        """
         self._tower, self._max_tokens, self._device = tower, max_tokens, device
+        self._max_patches = max_patches
         self._embeddings: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # [1 + layers, tokens, hidden_size]
         self._cleared: list[bytes] = []  # digests that the other ranks must still remove
-        # called with an image that must be computed, and the digests of the images to remove; see setup.py
-        self.tell_ranks: Callable[[PromptImage, list[bytes]], None] = lambda image, leaving: None
+        # called with the images to encode, which have one size, and the digests of the images to remove; see setup.py
+        self.tell_ranks: Callable[[list[PromptImage], list[bytes]], None] = lambda images, leaving: None
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._embeddings
@@ -52,14 +59,23 @@ class ImageStore:
         """
         needed = {image.digest: image for image in images}
         self._make_room(0, [*needed, *[*self._embeddings][-1:]])
-        for digest, image in needed.items():
-            if digest in self._embeddings:
-                self._embeddings.move_to_end(digest)
-                continue
-            self._make_room(image.num_tokens, needed)
-            self.tell_ranks(image, self._cleared)
+        for digest in filter(self._embeddings.__contains__, needed):
+            self._embeddings.move_to_end(digest)
+        new = [image for digest, image in needed.items() if digest not in self._embeddings]
+        self._make_room(sum(image.num_tokens for image in new), needed)
+        for group in self._groups(new):
+            self.tell_ranks(group, self._cleared)
             self._cleared = []
-            self.add(image)
+            self.add(group)
+
+    def _groups(self, images: list[PromptImage]) -> Iterator[list[PromptImage]]:
+        """Yield images of one size that are encoded together."""
+        by_size: dict[tuple[int, int], list[PromptImage]] = {}
+        for image in images:
+            by_size.setdefault((image.rows, image.columns), []).append(image)
+        for same in by_size.values():
+            count = max(1, self._max_patches // (same[0].num_tokens * self._tower.config.merge_size**2))
+            yield from (same[i : i + count] for i in range(0, len(same), count))
 
     def _make_room(self, num_tokens: int, kept: Collection[bytes]) -> None:
         """Remove the least recently used images, but not `kept`, until there is space for `num_tokens` more tokens."""
@@ -71,15 +87,19 @@ class ImageStore:
             self._cleared.append(digest)
 
     @torch.inference_mode()
-    def add(self, image: PromptImage, leaving: Iterable[bytes] = ()) -> None:
-        """Remove the images `leaving`, and compute the embeddings of `image`."""
+    def add(self, images: list[PromptImage], leaving: Iterable[bytes] = ()) -> None:
+        """Remove the images `leaving`, and compute the embeddings of `images`, which have one size."""
         for digest in leaving:
             self._embeddings.pop(digest, None)
         square = self._tower.config.patch_size * self._tower.config.merge_size
+        shape = len(images), images[0].rows * square, images[0].columns * square, 3
         pinned = self._device.type == "cuda"  # otherwise, the copy would wait for all queued steps
-        pixels = torch.empty(image.rows * square, image.columns * square, 3, dtype=torch.uint8, pin_memory=pinned)
-        pixels.view(-1).numpy()[:] = np.frombuffer(image.pixels, np.uint8)
-        self._embeddings[image.digest] = self._tower(pixels.to(self._device, non_blocking=True))
+        pixels = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
+        for row, image in zip(pixels.flatten(1).numpy(), images):
+            row[:] = np.frombuffer(image.pixels, np.uint8)
+        embeddings = self._tower(pixels.to(self._device, non_blocking=True))
+        for i, image in enumerate(images):
+            self._embeddings[image.digest] = embeddings[:, i].clone()  # a view would keep the memory of all images
 
     def clear(self) -> None:
         self._cleared += self._embeddings
@@ -123,7 +143,8 @@ class VisionRunner(BatchRunner):
     def make_tables(self) -> None:
         super().make_tables()
         config = self.config
-        self.images = ImageStore(self.model.model.visual, config.max_num_batched_tokens, self.device)
+        tower, max_patches = self.model.model.visual, 0 if config.batch_invariant else MAX_PATCHES
+        self.images = ImageStore(tower, config.max_num_batched_tokens, self.device, max_patches)
         self.deltas = torch.zeros(config.max_num_seqs + 1, dtype=torch.int32, device=self.device)
         self.add_features(["vision"])
 
@@ -134,13 +155,16 @@ class VisionRunner(BatchRunner):
     def _bytes_of_images(self) -> int:
         config, vision = self.config, self.config.model_config.vision
         num_tokens = max(1, min(vision.max_image_tokens, config.max_model_len))
-        rows = isqrt(num_tokens)
-        patches = bytes(rows * (num_tokens // rows) * 3 * (vision.merge_size * vision.patch_size) ** 2)
+        columns = isqrt(num_tokens)
+        rows = num_tokens // columns
+        pixels = bytes(rows * columns * 3 * (vision.merge_size * vision.patch_size) ** 2)
+        count = max(1, MAX_PATCHES // (rows * columns * vision.merge_size**2))
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        self.images.add(largest := PromptImage(patches, rows, num_tokens // rows, b""))
+        images = [PromptImage(pixels, rows, columns, i.to_bytes(16, "big")) for i in range(count)]
+        self.images.require(images)
         peak = torch.cuda.max_memory_allocated(self.device) - before
-        bytes_per_token = self.images[largest.digest].nbytes // largest.num_tokens
+        bytes_per_token = self.images[images[0].digest].nbytes // images[0].num_tokens
         self.images.clear()
         return peak + (num_tokens + config.max_num_batched_tokens) * bytes_per_token
 

@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from nanovllm.kernels.attention.paged_cache import LOG2_E
 from nanovllm.kernels.hopper.hopper_prefill import lanes, rows_of, softmax
 from nanovllm.kernels.hopper.hopper_ring import barriers, buffers, gdc_launch_dependents, gdc_wait, sums_of, tiles_of
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, launch
@@ -32,29 +33,39 @@ class Shape(NamedTuple):
 
 
 @gluon.jit
-def _load(ring, buffer, use, tiles, patch, column):
+def _work(index, count, SHAPE: gl.constexpr):
+    """Return the image, the head and the first patch of a tile of queries. `count` is the number of tiles of an image.
+
+    Adjacent tiles have the same head of the same image, so that programs share keys and values.
+    """
+    column = index // count
+    return column // SHAPE.heads, column % SHAPE.heads, index % count * SHAPE.tile
+
+
+@gluon.jit
+def _load(ring, buffer, use, tiles, image, patch, column):
     """Wait until `buffer` is free, then start to load both parts of a tile. `use` counts the loads into `buffer`."""
     wide, rest, full, empty = ring
     wide_tiles, rest_tiles = tiles
     mbarrier.wait(empty.index(buffer), (use & 1) ^ 1)
     mbarrier.expect(full.index(buffer), wide_tiles.block_type.nbytes + rest_tiles.block_type.nbytes)
-    tma.async_copy_global_to_shared(wide_tiles, [patch, column, 0], full.index(buffer), wide.index(buffer))
-    tma.async_copy_global_to_shared(rest_tiles, [patch, column, WIDE], full.index(buffer), rest.index(buffer))
+    tma.async_copy_global_to_shared(wide_tiles, [image, patch, column, 0], full.index(buffer), wide.index(buffer))
+    tma.async_copy_global_to_shared(rest_tiles, [image, patch, column, WIDE], full.index(buffer), rest.index(buffer))
 
 
 @gluon.jit
-def _load_tiles(tiles, rings, num_patches, SHAPE: gl.constexpr):
+def _load_tiles(tiles, rings, num_images, num_patches, SHAPE: gl.constexpr):
     """Run the loading warp: load queries, then keys and values from the last tile to the first."""
     queries, keys, values = rings
     count = (num_patches + SHAPE.tile - 1) // SHAPE.tile
     index, n, i = gl.program_id(0), 0, 0
-    while index < count * SHAPE.heads:
-        head = index // count
-        _load(queries, 0, n, tiles, index % count * SHAPE.tile, head)
+    while index < count * SHAPE.heads * num_images:
+        image, head, first = _work(index, count, SHAPE)
+        _load(queries, 0, n, tiles, image, first, head)
         for j in range(count):
             patch = (count - 1 - j) * SHAPE.tile
-            _load(keys, i % 2, i // 2, tiles, patch, SHAPE.heads + head)
-            _load(values, i % 2, i // 2, tiles, patch, 2 * SHAPE.heads + head)
+            _load(keys, i % 2, i // 2, tiles, image, patch, SHAPE.heads + head)
+            _load(values, i % 2, i // 2, tiles, image, patch, 2 * SHAPE.heads + head)
             i += 1
         index += gl.num_programs(0)
         n += 1
@@ -95,18 +106,20 @@ def _scaled(sums, factor):
 
 
 @gluon.jit
-def _store(out_ptr, sums, head, patch, num_patches, FIRST: gl.constexpr, SHAPE: gl.constexpr):
-    """Store sums [64, columns] as the elements of a head, from FIRST on."""
+def _store(out_ptr, sums, work, row, num_patches, FIRST: gl.constexpr, SHAPE: gl.constexpr):
+    """Store sums [64, columns] as the elements of a head, from FIRST on. `row` is the index in a tile of queries."""
+    image, head, patch = work
     ROWS: gl.constexpr = rows_of(sums.shape[1])
     out = gl.convert_layout(sums.to(out_ptr.dtype.element_ty), ROWS)
-    row = patch + gl.arange(0, 64, gl.SliceLayout(1, ROWS))
+    patches = patch + row + gl.arange(0, 64, gl.SliceLayout(1, ROWS))
     d = FIRST + gl.arange(0, sums.shape[1], gl.SliceLayout(0, ROWS))
-    at = row.to(gl.int64)[:, None] * (SHAPE.heads * SHAPE.head_dim) + (head * SHAPE.head_dim + d)[None, :]
-    gl.store(out_ptr + at, out, (row < num_patches)[:, None] & (d < SHAPE.head_dim)[None, :])
+    rows = image.to(gl.int64) * num_patches + patches
+    at = rows[:, None] * (SHAPE.heads * SHAPE.head_dim) + (head * SHAPE.head_dim + d)[None, :]
+    gl.store(out_ptr + at, out, (patches < num_patches)[:, None] & (d < SHAPE.head_dim)[None, :])
 
 
 @gluon.jit
-def _compute(out_ptr, rings, turns, num_patches, W: gl.constexpr, SHAPE: gl.constexpr):
+def _compute(out_ptr, rings, turns, num_images, num_patches, W: gl.constexpr, SHAPE: gl.constexpr):
     """Run one warpgroup: compute softmax(q k^T) v for 64 rows of each query tile."""
     queries, keys, values = rings
     row_of_scores: gl.constexpr = gl.SliceLayout(1, sums_of(SHAPE.tile))
@@ -116,7 +129,7 @@ def _compute(out_ptr, rings, turns, num_patches, W: gl.constexpr, SHAPE: gl.cons
     if W == 1:
         mbarrier.arrive(turns.index(0), count=1)
     index, n, i = gl.program_id(0), 0, 0
-    while index < count * SHAPE.heads:
+    while index < count * SHAPE.heads * num_images:
         mbarrier.wait(queries[2].index(0), n & 1)
         mbarrier.wait(keys[2].index(i % 2), i // 2 & 1)
         mbarrier.wait(turns.index(W), i & 1)
@@ -148,18 +161,20 @@ def _compute(out_ptr, rings, turns, num_patches, W: gl.constexpr, SHAPE: gl.cons
         factor = 1.0 / gl.sum(state[1], 1)
         wide, rest, wide_p, rest_p = hopper.warpgroup_mma_wait(0, deps=[wide, rest, wide_p, rest_p])
         mbarrier.arrive(values[3].index(i % 2), count=1)
-        patch = index % count * SHAPE.tile + W * 64
-        _store(out_ptr, _scaled(wide, factor), index // count, patch, num_patches, 0, SHAPE)
-        _store(out_ptr, _scaled(rest, factor), index // count, patch, num_patches, WIDE, SHAPE)
+        work = _work(index, count, SHAPE)
+        _store(out_ptr, _scaled(wide, factor), work, W * 64, num_patches, 0, SHAPE)
+        _store(out_ptr, _scaled(rest, factor), work, W * 64, num_patches, WIDE, SHAPE)
         index += gl.num_programs(0)
         i += 1
         n += 1
 
 
 @dependent_kernel()
-@gluon.jit(do_not_specialize=["num_patches"])
-def _patch_attention_kernel(wide_tiles, rest_tiles, out_ptr, num_patches, SHAPE: gl.constexpr, PDL: gl.constexpr):
-    # A program loops over tiles of queries. Programs with adjacent ids have the same head, and share its keys.
+@gluon.jit(do_not_specialize=["num_images", "num_patches"])
+def _patch_attention_kernel(
+    wide_tiles, rest_tiles, out_ptr, num_images, num_patches, SHAPE: gl.constexpr, PDL: gl.constexpr
+):
+    # A program loops over tiles of queries.
     gdc_launch_dependents(PDL)
     gdc_wait(PDL)
     queries = buffers(wide_tiles, 1), buffers(rest_tiles, 1), barriers(1, 1), barriers(1, 2)
@@ -168,9 +183,9 @@ def _patch_attention_kernel(wide_tiles, rest_tiles, out_ptr, num_patches, SHAPE:
     rings, turns = (queries, keys, values), barriers(2, 1)
     gl.warp_specialize(
         [
-            (_compute, (out_ptr, rings, turns, num_patches, gl.constexpr(0), SHAPE)),
-            (_compute, (out_ptr, rings, turns, num_patches, gl.constexpr(1), SHAPE)),
-            (_load_tiles, ((wide_tiles, rest_tiles), rings, num_patches, SHAPE)),
+            (_compute, (out_ptr, rings, turns, num_images, num_patches, gl.constexpr(0), SHAPE)),
+            (_compute, (out_ptr, rings, turns, num_images, num_patches, gl.constexpr(1), SHAPE)),
+            (_load_tiles, ((wide_tiles, rest_tiles), rings, num_images, num_patches, SHAPE)),
         ],
         [4, 1],  # warps of the second and the third partition
         [240, 24],  # registers of their threads; the first has as many as the second
@@ -179,10 +194,11 @@ def _patch_attention_kernel(wide_tiles, rest_tiles, out_ptr, num_patches, SHAPE:
 
 def attend(qkv: torch.Tensor) -> torch.Tensor:
     """Compute `patch_attention` (see vision/tower.py) of a contiguous 16-bit tensor with heads of 72 or 80."""
-    num_patches, _, heads, head_dim = qkv.shape
-    out = torch.empty(num_patches, heads * head_dim, device=qkv.device, dtype=qkv.dtype)
-    tiles = (tiles_of(qkv.flatten(1, 2), TILE.value, 1, columns.value) for columns in (WIDE, REST))
-    shape = Shape(heads, head_dim, head_dim**-0.5 * 1.4426950408889634)
-    grid = (min(num_sms(qkv.device), -(-num_patches // TILE.value) * heads),)
-    launch(_patch_attention_kernel, grid, qkv.device)(*tiles, out, num_patches, SHAPE=shape, num_warps=4)
+    num_images, num_patches, _, heads, head_dim = qkv.shape
+    out = torch.empty(num_images, num_patches, heads * head_dim, device=qkv.device, dtype=qkv.dtype)
+    tiles = (tiles_of(qkv.flatten(2, 3), 1, TILE.value, 1, columns.value) for columns in (WIDE, REST))
+    shape = Shape(heads, head_dim, head_dim**-0.5 * LOG2_E.value)
+    num_tiles = num_images * heads * -(-num_patches // TILE.value)
+    grid = (min(num_sms(qkv.device), num_tiles),)
+    launch(_patch_attention_kernel, grid, qkv.device)(*tiles, out, num_images, num_patches, SHAPE=shape, num_warps=4)
     return out
