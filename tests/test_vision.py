@@ -473,6 +473,28 @@ def test_each_image_is_computed_once(make_vision, monkeypatch):
     assert llm.core.model_runner.images.num_tokens == size, "a step with parts of two images was followed by others"
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_images_of_one_size_are_encoded_together(make_vision, checkpoint, monkeypatch, batch_invariant):
+    """Up to a number of patches. The embeddings of an image do not keep the memory of the others."""
+    groups, add = [], ImageStore.add
+
+    def counted(self, images, *rest):
+        groups.append([(image.rows, image.columns) for image in images])
+        add(self, images, *rest)
+
+    monkeypatch.setattr(ImageStore, "add", counted)
+    monkeypatch.setattr("nanovllm.vision.vision_runner.MAX_PATCHES", 200)
+    llm = make_vision(batch_invariant=batch_invariant)
+    sizes = (32, 40), (40, 32), (32, 40), (32, 40), (80, 80)
+    prompt = with_images(random.Random(0), *(picture(*size, seed) for seed, size in enumerate(sizes)))
+    outputs = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=3, logprobs=0), use_tqdm=False)
+    Reference(checkpoint("qwen3_vl")[1], llm).check([prompt], outputs)
+    assert sorted(map(len, groups)) == ([1] * 5 if batch_invariant else [1, 1, 1, 2])
+    assert all(len({*group}) == 1 for group in groups)
+    for embeddings in llm.core.model_runner.images._embeddings.values():
+        assert embeddings.untyped_storage().nbytes() == embeddings.nbytes
+
+
 @pytest.mark.parametrize("name", DENSE)
 def test_images_count_in_the_budget(make_vision, monkeypatch, name):
     """A mixed step exceeds the budget by at most one image. What fits is computed in one step."""
