@@ -1,6 +1,7 @@
 """Prepares an engine's scheduler and prefix cache for images. Sends images to the other ranks."""
 
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,22 +18,22 @@ from nanovllm.vision.prompt_images import PromptImage
 class ImagePart(NamedTuple):
     """A part of a message to another rank. The rank computes embeddings of images when all parts have arrived.
 
-    Together, the parts contain the pixels of `images`, and digests of images. The rank drops the latter images to free
-    memory. `images` have no pixels, and have one size.
+    Together, the parts contain the pixels of `images`, and digests of other images. The rank drops the other images to
+    free memory. In this message, `images` have no pixels.
     """
 
     images: list[PromptImage]
-    num_bytes: int  # of an image's pixels
+    num_bytes: list[int]  # of each image's pixels
     part: TensorPart
 
     def receive(self, words: np.ndarray, runner: Any, incoming: dict[Any, Any]) -> None:
         if (tensor := self.part.join(words, incoming)) is not None:
-            data, begin, size = tensor.numpy().tobytes(), len(self.images) * self.num_bytes, len(self.images[0].digest)
-            leaving = [data[i : i + size] for i in range(begin, len(data), size)]
-            pixels = [data[i : i + self.num_bytes] for i in range(0, begin, self.num_bytes)]
+            data, size = tensor.numpy().tobytes(), len(self.images[0].digest)
+            *begins, end = accumulate(self.num_bytes, initial=0)
+            pixels = [data[begin : begin + n] for begin, n in zip(begins, self.num_bytes)]
+            leaving = [data[i : i + size] for i in range(end, len(data), size)]
             with runner.on_device():
-                images = [image._replace(pixels=x) for image, x in zip(self.images, pixels, strict=True)]
-                runner.images.add(images, leaving)
+                runner.images.add([image._replace(pixels=x) for image, x in zip(self.images, pixels)], leaving)
 
 
 def use_images(engine: Engine) -> None:
@@ -53,5 +54,5 @@ def use_images(engine: Engine) -> None:
 def _tell_ranks(engine: Engine, images: list[PromptImage], leaving: list[bytes]) -> None:
     data = b"".join([*(image.pixels for image in images), *leaving])
     without_pixels = [image._replace(pixels=b"") for image in images]
-    make_part = partial(ImagePart, without_pixels, len(images[0].pixels))
+    make_part = partial(ImagePart, without_pixels, [len(image.pixels) for image in images])
     engine.workers.send_tensor(make_part, "images", torch.frombuffer(bytearray(data), dtype=torch.uint8))

@@ -1,8 +1,9 @@
 """The vision tower of Qwen3-VL and Qwen3.5 (arXiv:2511.21631). Maps patches to embeddings of tokens.
 
-Every rank has the whole tower. Images of one size are encoded together. In shapes, B is the number of images, and P is
-the number of patches of each image.
+Every rank has the whole tower, which encodes several images at once. P is the number of patches of all images together.
 """
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +36,7 @@ class TowerLinear(nn.Module):
 def add_layer_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the layer norm of x + residual, and the sum. Both are [B, P, N]. May overwrite `residual`."""
+    """Return the layer norm of x + residual, and the sum. Both are [P, N]. May overwrite `residual`."""
     x = x + residual
     return F.layer_norm(x, weight.shape, weight, bias, eps), x
 
@@ -64,9 +65,9 @@ class PatchProjection(nn.Module):
         self.bias = parameter((config.hidden_size,), default_weight_loader)
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Map the pixels of patches [B, P, 3, patch_size, patch_size] to [B, P, hidden_size]."""
-        frames = pixels.unsqueeze(3).expand(-1, -1, *self.weight.shape[1:])
-        return linear(frames.flatten(2), self.weight.flatten(1), self.bias)
+        """Map the pixels of patches [P, 3, patch_size, patch_size] to [P, hidden_size]."""
+        frames = pixels.unsqueeze(2).expand(-1, *self.weight.shape[1:])
+        return linear(frames.flatten(1), self.weight.flatten(1), self.bias)
 
 
 class PatchEmbedding(nn.Module):
@@ -90,23 +91,38 @@ class PositionEmbedding(nn.Module):
         return F.interpolate(grid, (height, width), mode="bilinear", align_corners=True)[0].permute(1, 2, 0)
 
 
+class Grids(NamedTuple):
+    """Describes the patches of images.
+
+    counts: for images of one size, their number and the number of patches of each image.
+    cos, sin: [P, 1, head_dim / 2], for RoPE.
+    """
+
+    counts: tuple[tuple[int, int], ...]
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
 @operation
 def rotate_patches(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the queries and keys of qkv [B, P, 3, heads, N]. `cos` and `sin` are [P, 1, N / 2]. May overwrite qkv."""
-    qk = apply_rotary_emb(qkv[:, :, :2].flatten(2, 3), cos, sin)
-    return torch.cat((qk.unflatten(2, (2, -1)), qkv[:, :, 2:]), 2)
+    """Rotate the queries and keys of qkv [P, 3, heads, N]. `cos` and `sin` are [P, 1, N / 2]. May overwrite qkv."""
+    qk = apply_rotary_emb(qkv[:, :2].flatten(1, 2), cos, sin)
+    return torch.cat((qk.unflatten(1, (2, -1)), qkv[:, 2:]), 1)
 
 
 @operation
 def patch_attention(qkv: torch.Tensor) -> torch.Tensor:
-    """Return the attention [B, P, heads * N] of each patch to all patches of its image. qkv is [B, P, 3, heads, N]."""
-    q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, P, N]
+    """Return the attention [B, n, heads * N] of each patch to all patches of its image.
+
+    qkv [B, n, 3, heads, N] is of B images with n patches each.
+    """
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, n, N]
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
 @operation
 def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Return gelu(x W^T + bias), which is [B, P, outputs]. GELU is approximated with tanh."""
+    """Return gelu(x W^T + bias), which is [P, outputs]. GELU is approximated with tanh."""
     return F.gelu(linear(x, weight, bias), approximate="tanh")
 
 
@@ -119,9 +135,11 @@ class TowerAttention(nn.Module):
         self.qkv = TowerLinear(config.hidden_size, 3 * config.hidden_size)
         self.proj = TowerLinear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        qkv = rotate_patches(self.qkv(x).unflatten(-1, (3, self.num_heads, -1)), cos, sin)
-        return self.proj(patch_attention(qkv))
+    def forward(self, x: torch.Tensor, grids: Grids) -> torch.Tensor:
+        qkv = rotate_patches(self.qkv(x).unflatten(-1, (3, self.num_heads, -1)), grids.cos, grids.sin)
+        parts = zip(qkv.split([count * size for count, size in grids.counts]), grids.counts)
+        outputs = [patch_attention(part.unflatten(0, counts)).flatten(0, 1) for part, counts in parts]
+        return self.proj(torch.cat(outputs) if len(outputs) > 1 else outputs[0])
 
 
 class TowerMLP(nn.Module):
@@ -141,17 +159,15 @@ class TowerBlock(nn.Module):
         self.attn = TowerAttention(config)
         self.mlp = TowerMLP(config)
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output of the MLP, and the residual that the next block must add. Both are [B, P, hidden_size]."""
+    def forward(self, x: torch.Tensor, residual: torch.Tensor, grids: Grids) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output of the MLP, and the residual that the next block must add. Both are [P, hidden_size]."""
         x, residual = self.norm1.add(x, residual)
-        x, residual = self.norm2.add(self.attn(x, cos, sin), residual)
+        x, residual = self.norm2.add(self.attn(x, grids), residual)
         return self.mlp(x), residual
 
 
 class PatchMerger(nn.Module):
-    """Maps patches [B, P, hidden_size] to tokens [B, tokens, outputs]. Each square of patches becomes a token."""
+    """Maps patches [P, hidden_size] to tokens [P / merge_size^2, outputs]. Each square of patches becomes a token."""
 
     def __init__(self, config: VisionConfig, norms_squares: bool):
         """norms_squares: True if the norm is over a square of patches. Otherwise, the norm is over each patch."""
@@ -162,7 +178,7 @@ class PatchMerger(nn.Module):
         self.linear_fc2 = TowerLinear(self.size, config.out_hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.norm(x.view(len(x), -1, *self.norm.weight.shape)).view(len(x), -1, self.size)
+        x = self.norm(x.view(-1, *self.norm.weight.shape)).view(-1, self.size)
         return self.linear_fc2(F.gelu(self.linear_fc1(x)))
 
 
@@ -184,42 +200,47 @@ class VisionTower(nn.Module):
         mergers = [PatchMerger(config, norms_squares=True) for _ in config.deepstack_layers]
         self.deepstack_merger_list = nn.ModuleList(mergers)
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Map images [B, height, width, 3] of uint8 to embeddings [1 + layers, B, tokens, out_hidden_size].
+    def forward(self, groups: list[torch.Tensor]) -> torch.Tensor:
+        """Map images to embeddings [1 + layers, tokens, out_hidden_size], in the order of the images.
 
         The first embeddings replace the placeholders of images. The other embeddings are added after the first layers
-        of the text model (DeepStack, arXiv:2406.04334).
+        of the text model (DeepStack, arXiv:2406.04334). Each element of `groups` is a tensor [B, height, width, 3] of
+        uint8, with B images of one size.
         """
-        height, width = (size // self.config.patch_size for size in images.shape[1:3])
-        x = self.patch_embed.proj(self._patches(images))
-        residual = self._in_squares(self.pos_embed(height, width)).to(x.dtype).expand(x.shape).contiguous()
-        cos, sin = self._rotation(height, width)
-        levels = []
+        x = self.patch_embed.proj(torch.cat([self._patches(images) for images in groups]))
+        counts, *tables = zip(*(self._grid(*images.shape[:3]) for images in groups))
+        residual, cos, sin = map(torch.cat, tables)
+        grids, levels = Grids(counts, cos, sin), []
         mergers = dict(zip(self.config.deepstack_layers, self.deepstack_merger_list))
         for i, block in enumerate(self.blocks):
-            x, residual = block(x, residual, cos, sin)
+            x, residual = block(x, residual, grids)
             if i in mergers:
                 levels.append(mergers[i](x + residual))
         return torch.stack([self.merger(x + residual), *levels])
 
     def _patches(self, images: torch.Tensor) -> torch.Tensor:
-        """Return normalized patches [B, P, 3, patch_size, patch_size]. The patches of a square are adjacent."""
+        """Return normalized patches [B * n, 3, patch_size, patch_size]. The patches of a square are adjacent."""
         n, size = self.config.merge_size, self.config.patch_size
         rows, columns = (length // (n * size) for length in images.shape[1:3])
         squares = images.view(len(images), rows, n, size, columns, n, size, 3)
-        patches = squares.permute(0, 1, 4, 2, 5, 7, 3, 6).flatten(1, 4).float()
+        patches = squares.permute(0, 1, 4, 2, 5, 7, 3, 6).flatten(0, 4).float()
         mean, std = self.mean[:, None, None], self.std[:, None, None]
         return ((patches / 255 - mean) / std).to(self.pos_embed.weight.dtype)
 
-    def _rotation(self, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines [P, 1, head_dim / 2].
+    def _grid(self, num_images: int, height: int, width: int) -> tuple:
+        """Return the numbers of images and of patches per image, and tables of all patches of these images.
 
-        A patch's row determines the rotation of half of the pairs. The patch's column determines the others.
+        The tables are the learned positions [P, hidden_size], cosines and sines [P, 1, head_dim / 2]. A patch's row
+        determines the rotation of half of the pairs. The patch's column determines the others.
         """
-        rows, columns = (torch.arange(n, dtype=torch.float32, device=self.mean.device) for n in (height, width))
-        places = torch.stack((rows[:, None].expand(height, width), columns.expand(height, width)), -1)
+        size = height // self.config.patch_size, width // self.config.patch_size
+        positions = self._in_squares(self.pos_embed(*size)).to(self.pos_embed.weight.dtype)
+        rows, columns = (torch.arange(n, dtype=torch.float32, device=positions.device) for n in size)
+        places = torch.stack((rows[:, None].expand(size), columns.expand(size)), -1)
         angles = (self._in_squares(places).unsqueeze(-1) * self.inv_freq).flatten(1).unsqueeze(1)
-        return angles.cos(), angles.sin()
+        tables = positions, angles.cos(), angles.sin()
+        repeated = [x.expand(num_images, *x.shape).flatten(0, 1) for x in tables]
+        return (num_images, len(positions)), *repeated
 
     def _in_squares(self, grid: torch.Tensor) -> torch.Tensor:
         """Put x [height, width, N] into the order of the patches. The result is [height * width, N]."""

@@ -3,7 +3,8 @@
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from math import isqrt
+from itertools import groupby
+from math import isqrt, prod
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,10 @@ from nanovllm.vision.tower import VisionTower
 MAX_PATCHES = 2**14  # that are encoded together, unless a single image has more
 
 
+def size_of(image: PromptImage) -> tuple[int, int]:
+    return image.rows, image.columns
+
+
 class ImageStore:
     """The embeddings of images on a rank's device, by digest.
 
@@ -32,13 +37,13 @@ class ImageStore:
     def __init__(self, tower: VisionTower, max_tokens: int, device: torch.device, max_patches: int = MAX_PATCHES):
         """
         max_tokens: how many embeddings are stored.
-        max_patches: images of one size are encoded together, up to this number of patches.
+        max_patches: images are encoded together, up to this number of patches.
         """
         self._tower, self._max_tokens, self._device = tower, max_tokens, device
         self._max_patches = max_patches
         self._embeddings: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # [1 + layers, tokens, hidden_size]
         self._cleared: list[bytes] = []  # digests that the other ranks must still remove
-        # called with the images to encode, which have one size, and the digests of the images to remove; see setup.py
+        # called with the images to encode together, and the digests of the images to remove; see setup.py
         self.tell_ranks: Callable[[list[PromptImage], list[bytes]], None] = lambda images, leaving: None
 
     def __contains__(self, digest: bytes) -> bool:
@@ -63,19 +68,23 @@ class ImageStore:
             self._embeddings.move_to_end(digest)
         new = [image for digest, image in needed.items() if digest not in self._embeddings]
         self._make_room(sum(image.num_tokens for image in new), needed)
-        for group in self._groups(new):
-            self.tell_ranks(group, self._cleared)
+        for pack in self._packs(new):
+            self.tell_ranks(pack, self._cleared)
             self._cleared = []
-            self.add(group)
+            self.add(pack)
 
-    def _groups(self, images: list[PromptImage]) -> Iterator[list[PromptImage]]:
-        """Yield images of one size that are encoded together."""
-        by_size: dict[tuple[int, int], list[PromptImage]] = {}
-        for image in images:
-            by_size.setdefault((image.rows, image.columns), []).append(image)
-        for same in by_size.values():
-            count = max(1, self._max_patches // (same[0].num_tokens * self._tower.config.merge_size**2))
-            yield from (same[i : i + count] for i in range(0, len(same), count))
+    def _packs(self, images: list[PromptImage]) -> Iterator[list[PromptImage]]:
+        """Yield images that are encoded together. Images of one size are adjacent."""
+        pack, num_patches = list[PromptImage](), 0
+        for image in sorted(images, key=size_of):
+            patches = image.num_tokens * self._tower.config.merge_size**2
+            if pack and num_patches + patches > self._max_patches:
+                yield pack
+                pack, num_patches = [], 0
+            pack.append(image)
+            num_patches += patches
+        if pack:
+            yield pack
 
     def _make_room(self, num_tokens: int, kept: Collection[bytes]) -> None:
         """Remove the least recently used images, but not `kept`, until there is space for `num_tokens` more tokens."""
@@ -88,18 +97,22 @@ class ImageStore:
 
     @torch.inference_mode()
     def add(self, images: list[PromptImage], leaving: Iterable[bytes] = ()) -> None:
-        """Remove the images `leaving`, and compute the embeddings of `images`, which have one size."""
+        """Remove the images `leaving`, and compute the embeddings of `images`. Images of one size are adjacent."""
         for digest in leaving:
             self._embeddings.pop(digest, None)
-        square = self._tower.config.patch_size * self._tower.config.merge_size
-        shape = len(images), images[0].rows * square, images[0].columns * square, 3
         pinned = self._device.type == "cuda"  # otherwise, the copy would wait for all queued steps
-        pixels = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
-        for row, image in zip(pixels.flatten(1).numpy(), images):
-            row[:] = np.frombuffer(image.pixels, np.uint8)
-        embeddings = self._tower(pixels.to(self._device, non_blocking=True))
-        for i, image in enumerate(images):
-            self._embeddings[image.digest] = embeddings[:, i].clone()  # a view would keep the memory of all images
+        pixels = torch.empty(sum(len(image.pixels) for image in images), dtype=torch.uint8, pin_memory=pinned)
+        for part, image in zip(pixels.split([len(image.pixels) for image in images]), images):
+            part.numpy()[:] = np.frombuffer(image.pixels, np.uint8)
+        pixels, groups = pixels.to(self._device, non_blocking=True), []
+        for (rows, columns), group in groupby(images, size_of):
+            square = self._tower.config.patch_size * self._tower.config.merge_size
+            shape = len(list(group)), rows * square, columns * square, 3
+            groups.append(pixels[: prod(shape)].view(shape))
+            pixels = pixels[prod(shape) :]
+        embeddings = self._tower(groups).split([image.num_tokens for image in images], 1)
+        for image, own in zip(images, embeddings):
+            self._embeddings[image.digest] = own.clone()  # a view would keep the memory of all images
 
     def clear(self) -> None:
         self._cleared += self._embeddings

@@ -14,17 +14,16 @@ from nanovllm.kernels.launch.dependent_launch import (
 
 @dependent_kernel()
 @triton.jit
-def _rotate_kernel(qkv_ptr, cos_ptr, sin_ptr, P, HEADS: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr):
-    # A program rotates all heads of q and k of one patch. An image has P patches.
+def _rotate_kernel(qkv_ptr, cos_ptr, sin_ptr, HEADS: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr):
+    # A program rotates all heads of q and k of one patch.
     gdc_launch_and_wait(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    patch = row % P
+    patch = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, next_power_of_2(HEADS))[:, None]
     i = tl.arange(0, next_power_of_2(HALF))[None, :]
     inside = (head < HEADS) & (i < HALF)
     cos = tl.load(cos_ptr + patch * HALF + i, i < HALF, 0.0)
     sin = tl.load(sin_ptr + patch * HALF + i, i < HALF, 0.0)
-    ptr = qkv_ptr + row * (HEADS // 2 * 3 * 2 * HALF) + head * (2 * HALF) + i
+    ptr = qkv_ptr + patch * (HEADS // 2 * 3 * 2 * HALF) + head * (2 * HALF) + i
     first = tl.load(ptr, inside, 0.0).to(tl.float32)
     second = tl.load(ptr + HALF, inside, 0.0).to(tl.float32)
     dtype = qkv_ptr.dtype.element_ty
@@ -33,11 +32,9 @@ def _rotate_kernel(qkv_ptr, cos_ptr, sin_ptr, P, HEADS: tl.constexpr, HALF: tl.c
 
 
 def rotate_patches(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate q and k in qkv [B, P, 3, heads, N] in place, and return qkv. See the definition in vision/tower.py."""
-    num_images, num_patches, _, num_heads, size = qkv.shape
-    if not qkv.is_contiguous():
+    """Rotate q and k in qkv [P, 3, heads, N] in place, and return qkv. See the definition in vision/tower.py."""
+    num_patches, _, num_heads, size = qkv.shape
+    if not (qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()):
         return NotImplemented
-    launch(_rotate_kernel, (num_images * num_patches,), qkv.device)(
-        qkv, cos, sin, num_patches, HEADS=2 * num_heads, HALF=size // 2, num_warps=4
-    )
+    launch(_rotate_kernel, (num_patches,), qkv.device)(qkv, cos, sin, HEADS=2 * num_heads, HALF=size // 2, num_warps=4)
     return qkv
