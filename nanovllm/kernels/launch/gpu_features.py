@@ -1,4 +1,7 @@
-"""Features of devices. This module does not import Triton, so 8-bit weights and caches can use it on any device."""
+"""Features of devices.
+
+This module does not import Triton, so the code of 8-bit weights and caches can import it on any device.
+"""
 
 from functools import cache
 

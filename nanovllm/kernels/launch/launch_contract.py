@@ -21,7 +21,8 @@ PREFETCH = "prefetch_rows"  # only fills the L2 cache: the kernel reads the valu
 def check_early_reads(function: Callable, early: tuple[str, ...]) -> None:
     """Raise AssertionError if a kernel breaks the contract.
 
-    The kernel must wait. Before the wait, it must write nothing, and must read exactly the parameters `early`.
+    The kernel must wait. Before its wait, the kernel must write nothing, and must read through exactly the pointer
+    parameters `early`.
     """
     body = _Body(function)
     waits = body.run(body.node.body)

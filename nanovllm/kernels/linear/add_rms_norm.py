@@ -1,7 +1,7 @@
 """RMS norm kernels.
 
-The kernels can add split-K summands and a residual before the norm, and can quantize the norm's result. A separate norm
-may be applied to the sum of the summands. In this case, the residual is added afterwards.
+The kernels can add split-K summands and a residual before the norm, and can quantize the norm's result. The sum of the
+summands may have a norm of its own, which is applied before the residual is added.
 """
 
 import torch

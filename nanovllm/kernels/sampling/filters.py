@@ -1,8 +1,8 @@
 """Computes the cutoffs of top-k, top-p and min-p without sorting (definition: layers/sampler.py).
 
-The vocabulary is divided into tiles. Only a few tiles contain logits above a bound, and the maxima of the tiles show
-which. A search finds the smallest logit that the filters keep. Each iteration divides the remaining interval into four
-parts. If only some of the tokens with that logit are kept, one more pass finds the last kept token.
+The vocabulary is divided into tiles. Only a few tiles contain logits above a bound, and they are found by their maxima.
+A search finds the smallest logit that the filters keep. Each iteration divides the remaining interval into four parts.
+If only some of the tokens with the smallest kept logit are kept, one more pass finds the last kept token.
 """
 
 from typing import NamedTuple
@@ -62,7 +62,7 @@ def _weight(x, row):
 def _sum_above(row, bound_1, bound_2, bound_3, BY_MASS: tl.constexpr):
     """For each of three ascending bounds, return the number of logits that are >= the bound.
 
-    If BY_MASS is set, return the sums of these logits' weights exp((logit - max) / temperature) instead.
+    If BY_MASS is set, return the sum of the weights exp((logit - max) / temperature) of those logits, not their number.
     """
     num_listed = _list_tiles(row, bound_1)
     sum_1 = tl.zeros([GROUP, TILE], tl.float32)
@@ -78,7 +78,10 @@ def _sum_above(row, bound_1, bound_2, bound_3, BY_MASS: tl.constexpr):
 
 @triton.jit
 def _key(x, LOW: tl.constexpr):
-    """Round a number down to the logits' dtype. Return its position among all numbers of that dtype."""
+    """Round a number down to the dtype of the logits.
+
+    Return the position of the result among all numbers of the dtype.
+    """
     return (ordered_bits(x.to(tl.int32, bitcast=True)) >> LOW).to(tl.int64)
 
 
@@ -105,8 +108,8 @@ def _probe(quarters, iteration, low, high, row, LOW: tl.constexpr):
 def _search(row, lower_bound, target, BY_MASS: tl.constexpr, LOW: tl.constexpr):
     """Find the smallest number >= `lower_bound` such that fewer than `target` logits exceed it.
 
-    If BY_MASS is set, the sum of the weights of these logits (see `_sum_above`) must be less than `target`. Return the
-    number that was found, and the count (or the sum of the weights) of the logits above it.
+    If BY_MASS is set, the weights (see `_sum_above`) of the logits above the number must add up to less than `target`.
+    Return the number that was found, and the count (or the sum of the weights) of the logits above it.
     """
     low, high = _key(lower_bound, LOW), _key(row.max, LOW)
     above = 0.0  # the amount above `high`
