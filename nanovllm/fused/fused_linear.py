@@ -66,7 +66,7 @@ class WeightFormat:
     def factors(self, layer: LinearBase, x: NormInput) -> tuple[Any, torch.Tensor, torch.Tensor | None] | None:
         """Return (rows, weight, scales) for kernels that compute this matmul, or None if only `linear` can compute it.
 
-        `scales` is None unless the weight is FP8.
+        If the weight is not in FP8, `scales` is None.
         """
         return (x.tensor(), layer.weight, None) if type(self) is WeightFormat else None
 

@@ -141,7 +141,10 @@ def compile_only(work: Callable[[], None]) -> None:
 
 
 def _forget_unfinished(launched: list) -> None:
-    """Delete the futures of kernels that failed to compile. Triton before 3.9 would treat them as compiled."""
+    """Delete the futures of kernels that failed to compile.
+
+    Triton before 3.9 would treat a failed kernel as compiled.
+    """
     for jit in launched:
         for kernels, *_ in jit.device_caches.values():
             for key in [key for key, kernel in kernels.items() if hasattr(kernel, "result")]:

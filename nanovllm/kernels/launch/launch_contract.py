@@ -128,7 +128,7 @@ class _Body:
         return roots if name in ADDRESS_FUNCTIONS else self.function_roots(node, name, roots_of)
 
     def function_roots(self, node: ast.Call, name: str, roots_of: list[set[str]]) -> set[str]:
-        """Check the body of a called function, given the roots of the call's arguments.
+        """Check the body of a called function, given the roots (pointer parameters) of each argument of the call.
 
         Return the roots of the function's result.
         """

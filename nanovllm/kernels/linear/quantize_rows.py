@@ -1,4 +1,4 @@
-"""Quantizes the inputs of GEMMs to e4m3. The kernel of the preceding norm or activation can also quantize them.
+"""Quantizes the inputs of GEMMs to e4m3. The kernel of the preceding norm or activation can also quantize the inputs.
 
 Each group of inputs in a row has one scale. A group is 128 inputs if the weights have block scales, otherwise the whole
 row. If there is no tensor for scales, the functions in this file store unquantized results.

@@ -110,7 +110,7 @@ def _is_for_hopper(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def choose_split_k(x: torch.Tensor, weight: torch.Tensor, max_split_k: int) -> int:
-    """Return the best `split_k` up to `max_split_k` for `split_k_gemm`, or 0 if cuBLAS should compute it."""
+    """Return the best `split_k` up to `max_split_k` for `split_k_gemm`, or 0 if cuBLAS should compute the matmul."""
     (m, k), n = x.shape, weight.shape[0]
     if not has_tma(x.device) or x.dtype == torch.float32 or not 0 < m <= MAX_ROWS or k % 8:
         return 0
@@ -160,10 +160,10 @@ def split_k_gemm(
     """Store summands of x W^T in `out` [split_k, M, N], and return `out`. The operands are x [M, K] and W [N, K].
 
     W may consist of 8-bit values and scales [N / block rows, K / block columns], with blocks of at least 32 columns. If
-    W has 8 bits, x may be quantized to e4m3 on GPUs with FP8 units. If x is not quantized, the kernel converts 8-bit
-    weights to the dtype of x. All tensors are contiguous, and the size of a row is a multiple of 16 bytes. The results
-    of `adapters` are added to the first summand. With `adapters`, x has at most 16 rows and 16-bit elements, and the
-    numbers of outputs of all parts are multiples of TILE_N.
+    W has 8-bit values, x may be quantized to e4m3 on GPUs with FP8 units. If x is not quantized, the kernel converts
+    8-bit weights to the dtype of x. All tensors are contiguous, and the size of a row is a multiple of 16 bytes. The
+    results of `adapters` are added to the first summand. With `adapters`, x has at most 16 rows and 16-bit elements,
+    and the numbers of outputs of all parts are multiples of TILE_N.
     """
     is_scaled = isinstance(weight, tuple)
     if not is_scaled and split_k > 1 and _is_for_hopper(x, weight):

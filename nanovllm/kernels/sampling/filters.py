@@ -1,8 +1,9 @@
 """Computes the cutoffs of top-k, top-p and min-p without sorting (definition: layers/sampler.py).
 
-The vocabulary is divided into tiles. Only a few tiles contain logits above a bound, and they are found by their maxima.
-A search finds the smallest logit that the filters keep. Each iteration divides the remaining interval into four parts.
-If only some of the tokens with the smallest kept logit are kept, one more pass finds the last kept token.
+The vocabulary is divided into tiles. Only a few tiles contain logits above a bound. The maximum of a tile shows whether
+the tile contains any such logit. A search finds the smallest logit that the filters keep. Each iteration divides the
+remaining interval into four parts. If only some of the tokens with the smallest kept logit are kept, one more pass
+finds the last kept token.
 """
 
 from typing import NamedTuple
@@ -62,7 +63,8 @@ def _weight(x, row):
 def _sum_above(row, bound_1, bound_2, bound_3, BY_MASS: tl.constexpr):
     """For each of three ascending bounds, return the number of logits that are >= the bound.
 
-    If BY_MASS is set, return the sum of the weights exp((logit - max) / temperature) of those logits, not their number.
+    If BY_MASS is set, return the sum of the logits' weights exp((logit - max) / temperature) instead of the number of
+    logits.
     """
     num_listed = _list_tiles(row, bound_1)
     sum_1 = tl.zeros([GROUP, TILE], tl.float32)
