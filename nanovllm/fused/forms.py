@@ -128,7 +128,7 @@ def takes_fused(module: nn.Module) -> bool:
 
 
 def run_fused(module: nn.Module, x: NormInput, *rope: Rope) -> PartialSum:
-    """Call the part of a layer between two norms, such as attention. The part may be fused or plain.
+    """Call the part of a layer between two norms, such as attention. The called part may be fused or plain.
 
     Only attention takes `rope`.
     """

@@ -97,8 +97,8 @@ def choose_experts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the router's logits x W^T, and choose experts by `route`. Return weights and expert ids, both [T, top_k].
 
-    The weights of a token are normalized to add up to 1, and are then multiplied by the experts' `factors`. The results
-    for padding, whose slots are -1, are undefined.
+    The expert weights of a token are normalized to add up to 1, and are then multiplied by the experts' `factors`. The
+    results for padding, whose slots are -1, are undefined.
     """
     weights, expert_ids = route(linear(x, weight), top_k, renormalize=True)
     return weights * factors[expert_ids], expert_ids

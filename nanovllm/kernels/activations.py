@@ -1,4 +1,4 @@
-"""The gated activations that kernels compute after a matmul."""
+"""Describes the gated activations that kernels compute after a matmul."""
 
 from collections.abc import Callable
 from math import pi

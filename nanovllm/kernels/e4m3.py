@@ -1,4 +1,4 @@
-"""FP8 (e4m3) in kernels: conversions of numbers, and rows of numbers with one scale per row.
+"""Converts numbers to and from FP8 (e4m3) in kernels, and quantizes rows of numbers with one scale per row.
 
 GPUs of compute capability 8.9 or higher convert `torch.float8_e4m3fn` in hardware. On other devices, tensors contain
 the bits of e4m3 values as uint8, and the functions in this file convert the bits. Triton has no e4m3 for older GPUs,

@@ -64,8 +64,9 @@ class Experts(nn.Module):
     """This rank's part of the experts, with stacked weights.
 
     Each expert is a gated feed-forward network, which is divided over the ranks. Shared experts come last in the
-    stacks. Checkpoints name shared experts differently, so other modules load them through views of the stacks. If
-    `config.expert_parallel` is True, each rank has an equal number of whole experts, and no shared experts.
+    stacks. Checkpoints differ in their names of shared experts, so other modules load shared experts through views of
+    the stacks. If `config.expert_parallel` is True, each rank has an equal number of whole experts, and no shared
+    experts.
     """
 
     uses_cuda_graphs = False  # the host reads how many tokens each expert has
@@ -181,7 +182,7 @@ class Experts(nn.Module):
 class Router(ReplicatedLinear):
     """A layer that computes each token's logits for all experts.
 
-    Checkpoints store the rows of shared experts separately.
+    Checkpoints store the router's rows for shared experts separately.
     """
 
     def __init__(self, hidden_size: int, config: MoEConfig):

@@ -44,7 +44,7 @@ NO_NORM_ROPE = None, None, 0.0, None, None  # weights, eps, cos_sin, slots
 def _load_rotation(norm_rope_ptrs, seq, d, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr):
     """Return cos and sin for queries and for keys, and the index of each element's partner in the rotation.
 
-    If q and k have norm weights, cos and sin are multiplied by them.
+    If q and k have norm weights, the returned cos and sin are already multiplied by the weights.
     """
     q_weight_ptr, k_weight_ptr = norm_rope_ptrs[0], norm_rope_ptrs[1]
     cos, sin, swapped = load_cos_sin(norm_rope_ptrs[3], seq, d, HEAD_DIM, ROTARY)
@@ -114,7 +114,7 @@ def _scores_of_tile(q, k_ptrs, pair_ptrs, inside, scale, STORED: tl.constexpr, C
 def _store_result(acc, m_i, l_i, row, is_row, d, split, splits, out_ptrs, HEAD_DIM: tl.constexpr):
     """Divide `acc` [GROUP_PAD, head_dim] by the sums of softmax weights, and store the result.
 
-    If there are several splits, the result is partial: that of one split.
+    If the sequence has several splits, the result covers only one split.
     """
     out_ptr, partial_ptr, lse_ptr = out_ptrs
     acc = acc / tl.maximum(l_i, 1e-30)[:, None]
@@ -280,7 +280,8 @@ def _decode_kernel(
 def fuses_qk_norm_rope(batch_size: int, kv_heads: int, device: torch.device) -> bool:
     """Return whether `decode_attention` should also compute the norms, rotation and cache store of qkv.
 
-    The fused kernel saves a kernel launch. If its programs can't all run at the same time, separate kernels are faster.
+    The fused kernel saves a kernel launch. If the programs of the fused kernel can't all run at the same time, separate
+    kernels are faster.
     """
     return batch_size * kv_heads <= 2 * num_sms(device)
 
@@ -326,8 +327,9 @@ def decode_attention(
     tokens_per_row: the number of consecutive rows that belong to one sequence. The rows of a sequence share a block
         table, and each row sees at least as many keys as the row before it.
     norm_rope_inputs: the arguments `qk_norm_rope` and `slot_mapping` of `norm_rope_and_store`. With `norm_rope_inputs`,
-        the kernel also does the work of `norm_rope_and_store`, and q is qkv [B, heads + 2 * kv_heads, head_dim], with
-        any stride between tokens. With `norm_rope_inputs`, the result of an empty sequence is finite but undefined.
+        the kernel also does the work of `norm_rope_and_store`. With `norm_rope_inputs`, q is qkv [B, heads + 2 *
+        kv_heads, head_dim], with any stride between tokens, and the result of an empty sequence is finite but
+        undefined.
     """
     is_qkv, kv_heads = norm_rope_inputs is not NO_NORM_ROPE, cache.k.shape[2]
     out = torch.empty_like(q[:, 2 * kv_heads :] if is_qkv else q) if out is None else out

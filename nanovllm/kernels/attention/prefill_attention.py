@@ -172,7 +172,7 @@ def query_tile_size(group: int, head_dim: int, dtype: torch.dtype) -> int:
     """Return how many tokens a query tile covers, if each key-value head has `group` query heads.
 
     On Hopper, the kernel of hopper_prefill.py may replace the kernel of this file. Hopper tiles have 128 rows. On
-    Hopper, the result is therefore the largest multiple of this file's tile size that fits into 128 rows.
+    Hopper, this function therefore returns the largest multiple of this file's tile size that fits into 128 rows.
     """
     tokens = _tile_sizes(head_dim, dtype)[0] // group
     if _is_for_hopper(head_dim, dtype):

@@ -87,8 +87,8 @@ def combine_splits(
     """Add the results of all splits, weighted by their log-sum-exps, and store the sums in `out` [B, heads, head_dim].
 
     `parts` is (results [B, heads, splits, head_dim], log-sum-exps [B, heads, splits]), both float32. `seqs` is
-    (num_seqs, context_lens). The other arguments must equal those of the kernel that wrote `parts`, because they
-    determine how many splits are used.
+    (num_seqs, context_lens). The number of used splits depends on the other arguments, so they must equal those of the
+    kernel that wrote `parts`.
     """
     batch_size, heads, splits = parts[1].shape
     rows = SplitRows(heads, tokens_per_row, is_qkv, max(MAX_SPLITS, triton.next_power_of_2(splits)))

@@ -1,8 +1,8 @@
 """A Hopper epilogue for hopper_product.py: a gated activation in 16 bits, or SwiGLU in FP8 with quantized results.
 
 In 16 bits, `gate`, `up` and the activation of `gate` are rounded separately, at no extra cost. The fused kernel
-therefore returns the results of separate kernels, except that activations of `gate` below about 1e-36 become 0. In FP8,
-all results that share a scale are in one tile.
+therefore returns the same results as separate kernels, except that activations of `gate` below about 1e-36 become 0. In
+FP8, all results that share a scale are in one tile.
 """
 
 from math import e, log2

@@ -4,8 +4,8 @@ One warp loads tiles, and two warpgroups compute attention. A query tile has 128
 is one query head of one token. A tile covers a *pack*: some of the query heads that share a key-value head. The size of
 a pack is the largest power of two that divides the number of query heads per key-value head.
 
-The warpgroups alternate. While one warpgroup computes a softmax, the tensor cores work for the other warpgroup, or
-multiply the previous softmax weights of the same warpgroup by values.
+The warpgroups alternate. While warpgroup A computes a softmax, the tensor cores work for warpgroup B, or multiply A's
+previous softmax weights by values.
 """
 
 from typing import NamedTuple

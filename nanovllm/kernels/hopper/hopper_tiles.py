@@ -138,9 +138,9 @@ def qkv_norm_rope_store(x, layer, qk_norm_rope, slot_mapping: torch.Tensor, cach
     """Compute the qkv matmul of the `NormInput` x and then `norm_rope_and_store`, in one kernel.
 
     Return `NotImplemented` if no kernel supports the operands, or if separate kernels are as fast. Also return
-    `NotImplemented` if CUDA graphs may contain steps with as many rows. CUDA graphs pad steps, but a padded step must
-    use the same kernels as a step without graphs. Different kernels add values in different orders, which might lead to
-    different tokens.
+    `NotImplemented` if CUDA graphs may contain steps with this number of rows. CUDA graphs pad steps, but a padded step
+    must use the same kernels as a step without graphs. Different kernels add values in different orders, which might
+    lead to different tokens.
     """
     if isinstance(x, torch.Tensor) or len(x) <= MAX_CAPTURED_ROWS or not has_hopper_kernels():
         return NotImplemented

@@ -36,7 +36,7 @@ def check_early_reads(function: Callable, early: tuple[str, ...]) -> None:
 class _Body:
     """The body of a kernel, or of a function that a kernel calls.
 
-    `run` collects in `reads` the pointer parameters that the body reads before the wait.
+    The method `run` adds to the set `reads` all pointer parameters that the body reads before the wait.
     """
 
     def __init__(self, function: Callable, roots_of_arguments: list[set[str]] | None = None):

@@ -23,7 +23,7 @@ def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
 def gated_activation(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     """Return the activation [T, n] of x [T, 2 * n]. The first half of x contains the gates.
 
-    Return NotImplemented if x has other dimensions, or if the activation shifts or limits its operands.
+    Return NotImplemented if x does not have two dimensions, or if the activation shifts or limits its operands.
     """
     if x.dim() != 2 or activation.shift or activation.limit:
         return NotImplemented

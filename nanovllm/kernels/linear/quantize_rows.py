@@ -31,7 +31,7 @@ class Groups(NamedTuple):
 
 @triton.jit
 def positions_of(first_group, GROUPS: tl.constexpr):
-    """Return the indices in the row of the elements of groups [count, width], and a mask of the elements that exist."""
+    """Return the index in the row of each element of groups [count, width], and a mask of the elements that exist."""
     col = tl.arange(0, GROUPS.width)[None, :]
     at = (first_group + tl.arange(0, GROUPS.count))[:, None] * GROUPS.size + col
     return at, (at < GROUPS.n) & (col < GROUPS.size)

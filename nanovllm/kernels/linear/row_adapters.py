@@ -1,4 +1,4 @@
-"""Low-rank adapters (see lora/) in the kernel of a linear layer, for steps with few rows.
+"""Computes low-rank adapters (see lora/) in the kernel of a linear layer, for steps with few rows.
 
 The first programs of the kernel compute h = A x. Each of the other programs multiplies a part of the weight by x, waits
 for h, and adds B h. Before the launch, all elements of h have the value UNREADY, so that a program can wait for the
@@ -210,7 +210,7 @@ def _add_columns(acc, bits, loaded):
 def add_results(acc, adapter_ptrs, bits, columns, adds, part, n, is_n, N, M, SHAPE: tl.constexpr):
     """If `adds` is True, return acc [tile_n, tile_m] plus B h of all rows. Column m of acc belongs to row m of x.
 
-    `columns` and `bits` are the first results of `load_columns` and `load_h`.
+    `columns` is the result of the first call of `load_columns`, and `bits` is that of the first call of `load_h`.
     """
     if adds:
         acc = _add_columns(acc, bits, columns)

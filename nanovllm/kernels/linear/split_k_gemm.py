@@ -162,7 +162,7 @@ def split_k_gemm(
     W may consist of 8-bit values and scales [N / block rows, K / block columns], with blocks of at least 32 columns. If
     W has 8-bit values, x may be quantized to e4m3 on GPUs with FP8 units. If x is not quantized, the kernel converts
     8-bit weights to the dtype of x. All tensors are contiguous, and the size of a row is a multiple of 16 bytes. The
-    results of `adapters` are added to the first summand. With `adapters`, x has at most 16 rows and 16-bit elements,
+    results of `adapters` are added to the first summand. With `adapters`, x has 16-bit elements and at most 16 rows,
     and the numbers of outputs of all parts are multiples of TILE_N.
     """
     is_scaled = isinstance(weight, tuple)

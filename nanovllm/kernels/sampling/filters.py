@@ -230,7 +230,7 @@ def _cutoff_kernel(
 
 
 def logit_cutoffs(logits: torch.Tensor, rows) -> torch.Tensor:
-    """Return, as int64 [S], the smallest key (see token_order.py) that min-p, top-k and top-p keep in each row.
+    """Return the smallest key (see token_order.py) that min-p, top-k and top-p keep in each row, as int64 [S].
 
     `logits` is [S, vocabulary], and `rows` is a `SamplingRows` (layers/sampler.py). A row without filters gets the
     smallest possible key.

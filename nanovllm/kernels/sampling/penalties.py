@@ -1,4 +1,4 @@
-"""Logit biases, penalties, allowed ids and bad words, as defined in features/logit_edits.py.
+"""Applies logit biases, penalties, allowed ids and bad words, as defined in features/logit_edits.py.
 
 Each program processes one row at a time. The program has one counter per token id, which starts at zero. First, the
 program counts the row's tokens. Then each thread atomically reads a token's counter and sets the counter to zero. The

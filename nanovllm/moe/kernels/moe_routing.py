@@ -196,7 +196,7 @@ def _count_kernel(ids_ptr, rows_ptr, num_pairs, first_expert, SIZES: tl.constexp
 def _scan_kernel(rows_ptr, num_shares, SIZES: tl.constexpr, PDL: tl.constexpr):
     """Each program handles one expert. The expert's number of rows is stored in the field of the first share.
 
-    For each share, store how many rows of other shares sort before the share's rows of this expert.
+    For each share of the pairs, store how many rows of other shares sort before the share's rows of the expert.
     """
     gdc_launch_and_wait(PDL)
     share = tl.arange(0, MAX_SHARES)
