@@ -1,7 +1,7 @@
 """The table of attention backends, and checks of the selected backend.
 
-`base` contains the interface. Every other module contains one backend, and is imported only if the engine uses this
-backend.
+`base` contains the interface. Every other module in this package contains one backend, and is imported only if the
+engine uses that backend.
 """
 
 import importlib.util

@@ -41,7 +41,8 @@ class AttentionBackend:
     def prepare_chunks(self, chunks: list[tuple[int, int]], first_row: int) -> dict[str, np.ndarray]:
         """Return int32 arrays for `Context.backend_arrays`.
 
-        Each element of `chunks` is (start, end). The first chunk is row `first_row` of the batch.
+        Each element of `chunks` is the pair (start, end) of a chunk's positions. The first chunk is row `first_row` of
+        the batch.
         """
         return {}
 
@@ -53,9 +54,9 @@ class AttentionBackend:
         """Compute attention for a step's queries q [T, heads, head_dim]. The output has the shape of q.
 
         Decode rows precede prefill rows. `cache.spec` is the layer's AttentionSpec. A query sees the keys of its
-        sequence up to the query's position. If `window` is set, a query sees only the last `window` of those keys.
-        Scores are multiplied by `scale`, or by 1 / sqrt(head_dim) if `scale` is None. Padding rows see no keys, and
-        their results are undefined.
+        sequence up to the query's position. If `window` is set, a query sees only the last `window` keys up to its
+        position. Scores are multiplied by `scale`, or by 1 / sqrt(head_dim) if `scale` is None. Padding rows see no
+        keys, and their results are undefined.
         """
         raise NotImplementedError
 
@@ -63,7 +64,7 @@ class AttentionBackend:
 def connect(model: nn.Module, backend: AttentionBackend, device: str, dtype: torch.dtype) -> AttentionBackend:
     """Connect the attention layers of a model with the first backend that supports all of them. Return the backend.
 
-    The order is `backend`, triton, sdpa. `dtype` is the dtype of the queries.
+    The backends are tried in this order: `backend`, triton, sdpa. `dtype` is the dtype of the queries.
     """
     specs = {layer: layer.cache_spec() for layer in model.modules() if hasattr(layer, "cache_spec")}
     specs = {layer: spec for layer, spec in specs.items() if isinstance(spec, AttentionSpec)}

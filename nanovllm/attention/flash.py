@@ -38,7 +38,10 @@ class FlashBackend(AttentionBackend):
         return out
 
     def _prefill(self, q, cache, context):
-        """Compute attention for the prefill chunks. The output has the shape of q. Its decode rows are undefined."""
+        """Compute attention for the prefill chunks. The output has the shape of q.
+
+        The decode rows of the output are undefined.
+        """
         n = context.num_decode_rows
         if "cu_seqlens_k" not in context.plans:
             context.plans["cu_seqlens_k"] = F.pad(context.context_lens[n:].cumsum(0, dtype=torch.int32), (1, 0))

@@ -47,7 +47,7 @@ class SDPABackend(AttentionBackend):
 
 @operation
 def attend_one_token(q, k, v, mask, spec) -> torch.Tensor:
-    """Attend with one query per sequence. Query heads that share keys are the rows of one matmul.
+    """Compute attention for one query per sequence. Query heads that share keys are the rows of one matmul.
 
     q and the result are [n, kv_heads, group, head_dim]. k and v are [n, L, kv_heads, head_dim].
     """
@@ -59,7 +59,7 @@ def attend_one_token(q, k, v, mask, spec) -> torch.Tensor:
 
 
 def _attend_chunk(q, k, v, mask, spec) -> torch.Tensor:
-    """Attend with M queries of one sequence. Without a mask, query `i` sees keys 0 to `i`.
+    """Compute attention for M queries of one sequence. Without a mask, query `i` sees keys 0 to `i`.
 
     q and the result are [M, kv_heads, group, head_dim]. k and v are [1, L, kv_heads, head_dim].
     """
@@ -78,7 +78,7 @@ def _attend_chunk(q, k, v, mask, spec) -> torch.Tensor:
 
 
 def _attend_in_steps(q, k, v, mask, spec) -> torch.Tensor:
-    """Compute attention with a soft cap or sinks. PyTorch has no function for this.
+    """Compute attention with a soft cap or sinks, for which PyTorch has no function.
 
     q is [..., kv_heads, group, M, head_dim]. k and v are [..., kv_heads, 1 or group, L, head_dim]. Without a mask,
     query `i` sees keys 0 to `i`. A single query (M = 1) sees all keys.
@@ -96,7 +96,7 @@ def _attend_in_steps(q, k, v, mask, spec) -> torch.Tensor:
 
 
 def _plan(context: Context, window: int | None, block_size: int, dtype: torch.dtype) -> Iterator[_Group]:
-    """Yield the groups of a step in the order of the step's rows."""
+    """Yield the groups (`_Group`) of a step, in the order of the step's rows."""
     lengths, starts = context.context_lens.tolist(), []
     num_single = len(lengths)
     if context.is_prefill and context.max_seqlen_q > 1:  # chunks of one token are like decodes

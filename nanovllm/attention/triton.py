@@ -59,8 +59,8 @@ def query_tiles(chunks: list[tuple[int, int]], first_row: int, size: int) -> np.
     """Return an int32 array [N, 2] with one tile for each program of the prefill kernel.
 
     A tile is a pair: the chunk's row in the batch, and the index of the tile's first token within the chunk. `chunks`
-    contains the positions (start, end) of each chunk in its sequence. A tile covers `size` tokens. Tiles are sorted by
-    descending number of keys.
+    contains the positions (start, end) of each chunk in its sequence. A tile covers at most `size` tokens. Tiles are
+    sorted by descending number of keys.
     """
     starts, ends = np.array(chunks, np.int64).T
     counts = -((starts - ends) // size)

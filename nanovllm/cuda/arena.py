@@ -38,8 +38,8 @@ class _AccessDesc(ctypes.Structure):
 class Arena(TorchDispatchMode):
     """A set of tensors whose memory is freed and allocated together.
 
-    Within a `with` block, `torch.empty` on the device allocates tensors of at least 2 MiB from the arena. This size is
-    the granularity of physical memory. The address range of a tensor is released with the tensor.
+    Within a `with` block, `torch.empty` on the device allocates tensors of at least 2 MiB (the granularity of physical
+    memory) from the arena. The address range of a tensor is released with the tensor.
     """
 
     def __init__(self, device: torch.device):
@@ -76,7 +76,10 @@ class Arena(TorchDispatchMode):
         return sum(found.size for found in self._ranges.values())
 
     def keep(self) -> None:
-        """Copy the contents to host memory. If host memory is too small, raise RuntimeError and keep no copies."""
+        """Copy the contents of all tensors to host memory.
+
+        If host memory is too small, raise RuntimeError and keep no copies.
+        """
         options: Any = {"dtype": torch.uint8, "device": "cpu", "pin_memory": self.device.type == "cuda"}
         copies = {address: torch.empty(found.num_bytes, **options) for address, found in [*self._ranges.items()]}
         for address, copy in copies.items():
@@ -117,7 +120,7 @@ class Arena(TorchDispatchMode):
 
 
 class _Range(DeviceBytes):
-    """An address range of `size` bytes, with or without memory. A tensor uses the first `num_bytes` bytes."""
+    """An address range of `size` bytes, with or without physical memory. A tensor uses the first `num_bytes` bytes."""
 
     def __init__(self, size: int, num_bytes: int, device: torch.device):
         address = ctypes.c_uint64()

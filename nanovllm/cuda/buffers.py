@@ -44,8 +44,8 @@ def to_device(batch: HostBatch, buffer: torch.Tensor) -> DeviceBatch:
 def host_memory(size: int, num_result_words: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate int32 memory for two steps: batches [2, size], and results [2, num_result_words].
 
-    A sequence's results are up to `tokens_per_row` token ids, followed by their count. For pooling models, the results
-    are the bits of a vector.
+    A sequence's results are up to `tokens_per_row` token ids, followed by their count. For pooling models, a sequence's
+    results are the bits of a vector.
     """
     options = dict(dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     return torch.zeros(2, size, **options), torch.zeros(2, num_result_words, **options)

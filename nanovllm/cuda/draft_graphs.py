@@ -17,13 +17,13 @@ ROWS = 16, 64, 256, 1024, 2048
 class DraftGraphs:
     """The CUDA graphs of a drafter: one for each size in `capture_sizes`, up to the largest batch that may draft.
 
-    Each graph first computes the rows of tokens that are new to the drafter. Then it computes all drafts of a step. A
-    graph writes the drafts to RequestTables, where the graph of the step reads them. For each size in ROWS, another
-    graph computes prompt rows, so that the drafter catches up with the model.
+    Each graph first computes the rows of tokens that are new to the drafter. Then the graph computes all drafts of a
+    step. The graph writes the drafts to RequestTables, where the target model's graph reads them. For each size in
+    ROWS, another graph computes prompt rows, so that the drafter catches up with the model.
     """
 
     def __init__(self, config: Config, drafter: Any, pad_req_index: int, pool: Any):
-        """Capture the graphs for a `spec_decode.draft_model.DraftModel`. All graphs share the memory `pool`."""
+        """Capture the graphs for a `spec_decode.draft_model.DraftModel`. All graphs share the memory pool `pool`."""
         self.drafter, self.num_steps = drafter, config.speculative_config.num_speculative_tokens
         self.sizes = capture_sizes(max_seqs_of(config, 1 + self.num_steps), config.batch_invariant)
         self.padding = torch.tensor([[pad_req_index], [0]], dtype=torch.int32, device=drafter.num_computed.device)

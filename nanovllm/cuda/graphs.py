@@ -17,9 +17,10 @@ from nanovllm.utils.double_buffer import DoubleBuffer
 
 
 def capture_sizes(max_num_seqs: int, fills_tiles: bool) -> list[int]:
-    """Return the batch sizes to capture, in ascending order up to `max_num_seqs`. Small sizes are closer together.
+    """Return the batch sizes to capture, in ascending order up to `max_num_seqs`.
 
-    If `fills_tiles` is set, all sizes above 64 except the last are multiples of 128, to fill whole GEMM tiles.
+    Small sizes are closer together than large sizes. If `fills_tiles` is set, all sizes above 64 except the last are
+    multiples of 128, to fill whole GEMM tiles.
     """
     sizes = [1, 2, 4, 8, *range(16, 256, 16), *range(256, max_num_seqs, 32)]
     if fills_tiles:
@@ -63,8 +64,8 @@ class DecodeGraphs:
 
     A graph first copies the batch from pinned host memory, and finally copies the results to host memory. Between two
     steps, the host only launches the next graph. There are two host buffers, so the host can prepare a step while the
-    previous step runs. The host and the device each store the index of their current buffer. Each replay advances both
-    indices.
+    previous step runs. The host and the device each store the index of their current buffer. Each replay switches both
+    indices to the other buffer.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ TOKEN_SIZES = (16, 32, 64, *range(128, 2048, 128), *range(2048, 4096, 512), *ran
 def graph_shapes(config: Config, backend: AttentionBackend) -> list[BatchShape]:
     """Return the shapes to capture for steps with prefill chunks. A step uses the first shape into which it fits.
 
-    Only short steps are captured, because launching their kernels takes longer than running them. Before
+    Only short steps are captured, because the kernels of a short step take longer to launch than to run. Before
     `max_num_mixed_tokens` is known, return all shapes that might be captured.
     """
     largest = min(config.max_num_mixed_tokens or TOKEN_SIZES[-1], config.max_num_batched_tokens, TOKEN_SIZES[-1])
@@ -170,9 +171,9 @@ class MixedGraphs:
     """CUDA graphs of steps with prefill chunks.
 
     One graph per `graph_shape` runs the model, and one graph per number of rows runs the sampler. A single graph for
-    model and sampler would compute logits for all tokens of a chunk. In each step, the sampling parameters of new
-    requests and the arrays of features have different sizes. `replay` therefore writes them to the device before the
-    graphs run.
+    model and sampler would compute logits for all tokens of a chunk. The sampling parameters of new requests, and the
+    arrays of features, differ in size from step to step. `replay` therefore writes the parameters and the arrays to the
+    device before the graphs run.
     """
 
     def __init__(

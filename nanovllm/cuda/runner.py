@@ -52,7 +52,7 @@ class CUDAModelRunner(BatchRunner):
             head.sampling_params = None
 
     def arena(self, tag: str) -> AbstractContextManager:
-        """Return a context in which new tensors get memory that `sleep` can free under this tag."""
+        """Return a context in which new tensors get memory that `sleep` can free under the tag `tag`."""
         if not self.config.enable_sleep_mode:
             return nullcontext()
         self.sleepers[tag] = Arena(self.device)
@@ -106,7 +106,7 @@ class CUDAModelRunner(BatchRunner):
     def host_buffer(self, shape: BatchShape) -> np.ndarray:
         """Return pinned memory for a batch.
 
-        The last step that used this buffer (two steps ago) must have finished.
+        The step that last used the buffer, two steps ago, must have finished.
         """
         buffers = self.graphs.host_buffers if self._has_decode_graph(shape) else self.buffers.host
         return buffers.current.batch.numpy()
@@ -136,7 +136,10 @@ class CUDAModelRunner(BatchRunner):
         return to_device(batch, self.buffers.device)
 
     def end_of_step(self) -> Callable[[], None]:
-        """Return a function that waits for this step, and raises RuntimeError if another rank is lost or hangs."""
+        """Return a function that waits for the current step.
+
+        The function raises RuntimeError if another rank is lost or hangs.
+        """
         done = torch.cuda.Event()
         done.record()
         return done.synchronize if self.tp.size == 1 else lambda: self._wait(done)

@@ -1,6 +1,6 @@
 """Starts a rank on CUDA: compiles kernels, measures memory and time, and captures graphs.
 
-In these functions, `runner` is a CUDAModelRunner that has loaded its model.
+In the functions of this file, `runner` is a CUDAModelRunner that has loaded its model.
 """
 
 import sys
@@ -49,8 +49,8 @@ def warm_up_rest(runner: "CUDAModelRunner") -> None:
 def threads_in_turn() -> Iterator[None]:
     """Within a `with` block, let a waiting thread get the GIL after 0.1 ms instead of 5 ms.
 
-    The tokenizer's imports hold the GIL for more than a second. During these imports, a thread that calls CUDA or reads
-    a file must wait to get the GIL back.
+    The tokenizer's imports hold the GIL for more than a second. Until the imports are complete, a thread that calls
+    CUDA or reads a file must wait to get the GIL back.
     """
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
@@ -69,10 +69,10 @@ def hash_compiler() -> None:
 
 
 def memory_left(runner: "CUDAModelRunner", memory_before: int) -> int:
-    """Return how many bytes the cache may use.
+    """Return how many bytes the KV cache may use.
 
-    The engine may use the fraction `gpu_memory_utilization` of the device's memory. The cache gets the part of this
-    memory that the largest step does not need, but at most the free memory.
+    The engine may use the fraction `gpu_memory_utilization` of the device's memory. The KV cache gets the part of the
+    engine's memory that the largest step does not need, but at most the memory that is free during that step.
     """
     config = runner.config
     peak = peak_of_largest_step(runner)
@@ -85,7 +85,7 @@ def memory_left(runner: "CUDAModelRunner", memory_before: int) -> int:
 
 
 def peak_of_largest_step(runner: "CUDAModelRunner") -> int:
-    """Run the largest prefill. Return the peak of allocated memory in bytes, without the cache."""
+    """Run the largest prefill. Return the peak of allocated memory in bytes, without the KV cache."""
     step = largest_prefill(runner.config)
     num_blocks = sum(len(row.seq.block_table) for row in step.chunks)
     runner.allocate_kv_cache(num_blocks, num_layers=1)
@@ -99,7 +99,7 @@ def peak_of_largest_step(runner: "CUDAModelRunner") -> int:
 
 
 def free_kv_cache(runner: "CUDAModelRunner") -> None:
-    """Free the cache before a new cache is allocated."""
+    """Free the KV cache before a new KV cache is allocated."""
     for layer in chain(*runner.cache_groups.values()):
         layer.cache = None
     runner.caches = {}
@@ -254,7 +254,7 @@ def warm_up_kernels(runner: "CUDAModelRunner") -> None:
 
 @torch.inference_mode()
 def catch_up_drafter(runner: "CUDAModelRunner", num_seqs: int, length: int) -> None:
-    """If there is a drafter, compute its first `length` rows for each of the first `num_seqs` requests."""
+    """If there is a drafter, compute the drafter's first `length` rows for each of the first `num_seqs` requests."""
     if (drafter := runner.features["spec_decode"].drafter) is not None:
         req_indices = torch.arange(num_seqs, device=runner.device)
         drafter.compute_chunks(req_indices, 0 * req_indices, 0 * req_indices + length)

@@ -2,10 +2,10 @@
 
 The plain layers define the correct results. `FORMS` maps the `forward` functions of plain layers to forms. A class that
 inherits a plain `forward` also gets the form. A class that overrides `forward` stays plain. A module also stays plain
-if the form does not support all of its parts (`Fused.matches`).
+if the form does not support all parts of the module (`Fused.matches`).
 
-Neighbouring forms exchange deferred norms (`NormInput`) and unfinished sums (`PartialSum`). A plain neighbour gets
-tensors.
+Neighbouring forms exchange deferred norms (`NormInput`) and unfinished sums (`PartialSum`). A plain neighbouring layer
+gets tensors.
 
 On CUDA, `fuse` replaces all matching modules of a loaded model. `nanovllm show-fused MODEL` lists the replaced modules.
 """
@@ -70,7 +70,7 @@ def form_of(module: nn.Module) -> Any:
 
 
 def fuse(model: nn.Module) -> None:
-    """Replace the `forward` of every module of a loaded model that has a fused form. Submodules are replaced first."""
+    """In a loaded model, replace the `forward` of every module that has a fused form. Submodules are replaced first."""
     from nanovllm.fused.forms import Fused
     from nanovllm.fused.fused_linear import set_format
     from nanovllm.layers.linear import LinearBase

@@ -63,7 +63,7 @@ class FusedDecoderLayer(Fused):
         return x.reduce(), residual
 
     def fused(self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope) -> tuple[PartialSum, torch.Tensor]:
-        """Return the output of the MLP, and the residual. The next norm adds the output to the residual."""
+        """Return the output of the MLP, and the residual. The next norm adds the output of the MLP to the residual."""
         normed = self.input_layernorm(x, residual)
         x = self.mix(normed, rope)
         normed = self.post_attention_layernorm(x, normed.residual)
@@ -99,7 +99,7 @@ class FusedLMHead(Fused):
     """Replaces `ParallelLMHead.forward`.
 
     While the sampler's logits are computed, `sampling_params` is `SamplingRows.params`. If `sampling_params` is set, a
-    row may lack the logits of other ranks unless the row has filters, which need complete rows.
+    row may lack the logits of other ranks. Rows with filters, such as top-k, are always complete.
     """
 
     what = "the product and the exchange of logits between ranks, without those that are not needed"

@@ -1,4 +1,4 @@
-"""Defines fused forms of decoder layers. These layers normalize the outputs of attention and MLP."""
+"""Defines fused forms of decoder layers that normalize or scale the outputs of attention and MLP."""
 
 from functools import partial
 from typing import Any, ClassVar
@@ -17,7 +17,7 @@ FEED_EXPERTS = "nanovllm.models.shared.gemma4_layers:Gemma4ExpertsLayer.feed_for
 
 
 def normed_sum(x: PartialSum, norm: nn.Module) -> PartialSum:
-    """Return the norm of a sum. The norm is deferred, unless its module has hooks."""
+    """Return the norm of a sum. A fused norm without hooks is deferred. Any other norm is computed at once."""
     return NormedSum(x, norm) if takes_fused(norm) else PartialSum(norm(x.reduce()).contiguous())
 
 
@@ -48,7 +48,7 @@ class FusedGemma3Layer(FusedDecoderLayer):
 
 
 class FusedGemma4Layer(FusedGemma3Layer):
-    """Replaces `Gemma4DecoderLayer.forward`. Each layer multiplies its results by a factor."""
+    """Replaces `Gemma4DecoderLayer.forward`. The layer multiplies its output and the residual by a factor."""
 
     def feed(self: Any, x: NormInput) -> PartialSum:
         if not has_method(self, FEED_EXPERTS):
@@ -98,7 +98,7 @@ def add_normed(x: PartialSum, residual: torch.Tensor) -> torch.Tensor:
 
 
 def input_of(module: nn.Module, residual: torch.Tensor) -> Normed:
-    """Return a module's input: the residual or, for a plain module, a copy, because `add` overwrites the residual."""
+    """Return the input of a module: the residual. A plain module gets a copy, because `add` overwrites the residual."""
     return Normed(residual if takes_fused(module) else copied(residual))
 
 

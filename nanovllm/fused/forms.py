@@ -1,4 +1,4 @@
-"""Defines the base class of forms, the forms of RMSNorm and rotary embeddings, and helpers for calls between forms."""
+"""Defines the base class of fused forms, the forms of RMSNorm and rotary embeddings, and helpers that call forms."""
 
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
@@ -20,12 +20,12 @@ class Rope(NamedTuple):
 
 
 class Fused:
-    """The base class of forms.
+    """The base class of fused forms.
 
-    A form overrides methods of a module, and uses the module's attributes (utils/replace.py). A plain neighbour calls a
-    form's `forward`. A fused neighbour calls `fused`, which takes the result of a FusedRMSNorm and returns a sum.
-    FusedRMSNorm may defer the norm, and `fused` may return an unfinished sum. FusedRotaryEmbedding defines `rows`
-    instead of `fused`.
+    A form overrides methods of a module, and uses the module's attributes (utils/replace.py). A plain neighbouring
+    layer calls a form's `forward`. A fused neighbouring layer calls `fused`, which takes the result of a FusedRMSNorm
+    and returns a sum. FusedRMSNorm may defer the norm, and `fused` may return an unfinished sum. FusedRotaryEmbedding
+    defines `rows` instead of `fused`.
     """
 
     what = ""  # what is fused, for `nanovllm show-fused`
@@ -83,7 +83,10 @@ class FusedNoRope(FusedRotaryEmbedding):
 
 
 class FusedRMSNorm(Fused):
-    """Replaces `RMSNorm.forward`. The norm of a PartialSum is deferred. The layer that reads the norm computes it."""
+    """Replaces `RMSNorm.forward`. The norm of a PartialSum is deferred.
+
+    The layer that uses the result computes the norm.
+    """
 
     what = "the sum of what ranks or splits of a product have computed, with the residual and the norm"
 
@@ -111,7 +114,7 @@ def rope_at(rotary_emb: Any, positions: torch.Tensor) -> Rope:
 
 
 def has_method(module: nn.Module, path: str) -> bool:
-    """Return False if a layer's method was replaced. `path` is the original method's "module:Class.name"."""
+    """Return False if a layer's method was replaced. `path` names the original method as "module:Class.name"."""
     name = path.rsplit(".", 1)[1]
     return name not in vars(module) and getattr(type(module), name, None) is resolve_name(path)
 
@@ -125,7 +128,7 @@ def takes_fused(module: nn.Module) -> bool:
 
 
 def run_fused(module: nn.Module, x: NormInput, *rope: Rope) -> PartialSum:
-    """Call the part of a layer between two norms, such as attention. The part may be fused or plain.
+    """Call the part of a layer between two norms, such as attention. The called part may be fused or plain.
 
     Only attention takes `rope`.
     """

@@ -1,6 +1,6 @@
 """Fuses mixtures of experts with the norm before the router.
 
-The norm after the experts adds the results of the ranks.
+The norm after the experts adds up the results of the ranks.
 """
 
 from typing import Any
@@ -40,7 +40,10 @@ def sum_experts(x: torch.Tensor, experts: Any, weights: torch.Tensor, expert_ids
 
 
 class FusedExperts(Fused):
-    """Replaces `Experts.forward` in layers whose router stays plain. FusedMoE does not call this form."""
+    """Replaces `Experts.forward`, for layers that call router and experts separately.
+
+    FusedMoE does not call this form.
+    """
 
     uses_cuda_graphs = True
     what = "the first product and the activation; the sum of a token's experts"
@@ -92,10 +95,10 @@ class FusedSharedExpertMoE(FusedMoE):
 def choose_experts(
     x: torch.Tensor, weight: torch.Tensor, top_k: int, factors: torch.Tensor, slot_mapping: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose experts by the router's logits x W^T, using `route`. Return weights and expert ids, both [T, top_k].
+    """Compute the router's logits x W^T, and choose experts by `route`. Return weights and expert ids, both [T, top_k].
 
-    The weights of a token are normalized to add up to 1, and are then multiplied by the experts' `factors`. The results
-    for padding, whose slots are -1, are undefined.
+    The expert weights of a token are normalized to add up to 1, and are then multiplied by the experts' `factors`. The
+    results for padding, whose slots are -1, are undefined.
     """
     weights, expert_ids = route(linear(x, weight), top_k, renormalize=True)
     return weights * factors[expert_ids], expert_ids

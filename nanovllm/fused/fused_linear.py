@@ -64,9 +64,9 @@ class WeightFormat:
         return best_split_k(x, layer.weight, max_split_k)
 
     def factors(self, layer: LinearBase, x: NormInput) -> tuple[Any, torch.Tensor, torch.Tensor | None] | None:
-        """Return (rows, weight, scales) for kernels that compute this matmul, or None if only `linear` can compute it.
+        """Return (rows, weight, scales) for kernels that compute the layer's matmul, or None if only `linear` can.
 
-        `scales` is None unless the weight is FP8.
+        If the weight is not in FP8, `scales` is None.
         """
         return (x.tensor(), layer.weight, None) if type(self) is WeightFormat else None
 

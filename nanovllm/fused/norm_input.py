@@ -21,8 +21,8 @@ def add_rms_norm(
 class NormedSum(PartialSum):
     """A deferred norm of a sum, times a factor [1].
 
-    The kernel of the next norm computes this product, then adds the residual. If there is no norm, only the
-    multiplication by the factor is deferred.
+    The kernel of the next norm computes the norm of the sum, multiplies by the factor, and adds the residual. If `norm`
+    is None, only the multiplication by the factor is deferred.
     """
 
     __slots__ = ("norm", "total")
@@ -76,7 +76,7 @@ class NormInput:
 
     @property
     def residual(self) -> torch.Tensor:
-        """The residual [T, N] for the next norm: x + residual. This sum may have overwritten the old residual."""
+        """The residual [T, N] for the next norm: x + residual. The sum may have overwritten the old residual."""
         if self.total is None:
             self.tensor()
         return self.total

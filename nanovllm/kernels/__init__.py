@@ -1,7 +1,8 @@
-"""Operations are functions that are defined in plain PyTorch. On some devices, kernels replace them.
+"""An operation is a function that is defined in plain PyTorch. On some devices, a kernel replaces the definition.
 
-The definitions are next to their callers, mostly in `layers/`. On CUDA, the Triton kernels listed in `ops.py` replace
-the definitions. On a CPU, `layers/cpu_ops.py` replaces a few of them. `register_ops` adds a table for another device.
+The definition of an operation is next to code that calls it, mostly in `layers/`. On CUDA, the Triton kernels listed in
+`ops.py` replace the definitions. On a CPU, functions in `layers/cpu_ops.py` replace a few definitions. `register_ops`
+adds a table of replacements for another device.
 """
 
 import importlib.util
@@ -34,7 +35,7 @@ def register_ops(device_type: str, table: Mapping[str, Callable]) -> None:
     """Register `table` for a device type ("cuda") or for a variant of a device type ("cuda-invariant").
 
     A function in `table` replaces the operation with the same name, and takes the same arguments. If the function
-    returns `NotImplemented`, the definition runs instead.
+    returns `NotImplemented`, the operation's definition runs instead.
     """
     _tables[device_type] = table
     for forget in _forget:
@@ -42,7 +43,7 @@ def register_ops(device_type: str, table: Mapping[str, Callable]) -> None:
 
 
 def operation(definition: Callable[P, R]) -> Callable[P, R]:
-    """Decorate the definition of an operation. The device of the first argument determines the replacement."""
+    """Decorate the definition of an operation. The device of the first argument determines which replacement runs."""
 
     @cache  # a small model on a CPU calls 50 operations per token
     def choose(device: torch.device, variant: str) -> Callable:

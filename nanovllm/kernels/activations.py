@@ -1,4 +1,4 @@
-"""The gated activations that kernels compute after a matmul."""
+"""Describes the gated activations that kernels compute after a matmul."""
 
 from collections.abc import Callable
 from math import pi
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 class Activation(NamedTuple):
     """The parameters of a gated activation: gate * sigmoid(alpha * (gate + cubic * gate^3)) * (up + shift).
 
-    If there is a limit, `gate` is first clamped to at most `limit`, and `up` to the range from -limit to limit.
+    If `limit` is not 0, `gate` is first clamped to at most `limit`, and `up` to the range from -limit to limit.
     """
 
     alpha: float = 1.0

@@ -1,4 +1,4 @@
-"""FP8 (e4m3) in kernels: conversions of numbers, and rows of numbers with one scale per row.
+"""Converts numbers to and from FP8 (e4m3) in kernels, and quantizes rows of numbers with one scale per row.
 
 GPUs of compute capability 8.9 or higher convert `torch.float8_e4m3fn` in hardware. On other devices, tensors contain
 the bits of e4m3 values as uint8, and the functions in this file convert the bits. Triton has no e4m3 for older GPUs,
@@ -30,7 +30,10 @@ def decode_e4m3(x, dtype: tl.constexpr):
 
 @triton.jit
 def decode_e4m3_pairs(pairs, stored_dtype: tl.constexpr, dtype: tl.constexpr):
-    """Unpack uint16 words, each with two e4m3 values. Return the first values and the second values in `dtype`."""
+    """Unpack uint16 words, each with two e4m3 values.
+
+    Return two tensors of `dtype`: the first value of each word, and the second value of each word.
+    """
     if stored_dtype == tl.uint8 or dtype != tl.float16:
         first = (pairs & 0xFF).to(tl.uint8).to(stored_dtype, bitcast=True)
         second = (pairs >> 8).to(tl.uint8).to(stored_dtype, bitcast=True)
@@ -54,7 +57,10 @@ def decode_e4m3_pairs(pairs, stored_dtype: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def encode_e4m3(x, dtype: tl.constexpr):
-    """Convert float32 to float8e4nv, or to its bits in uint8. Round to nearest even, and saturate at 448."""
+    """Convert float32 to float8e4nv, or to the bits of float8e4nv in uint8.
+
+    Round to nearest even, and saturate at 448.
+    """
     if dtype == tl.uint8:
         sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
         magnitude = tl.minimum(tl.abs(x), 448.0)
@@ -109,8 +115,8 @@ def unpack_scales(pairs, stored_dtype: tl.constexpr):
 
     Return the key scales, and log2 of the value scales, both float32 [N]. Attention adds log2(scale) to the scores
     instead of multiplying values by their scales. Let m be the maximum of score + log2(scale). Then the weight p = 2 **
-    (score + log2(scale) - m) includes the scale. The weight lies between 0 and 1 for values of any size, so float16 is
-    accurate. The denominator of the softmax is the sum of p / scale.
+    (score + log2(scale) - m) includes the scale. The weight lies between 0 and 1 for values of any size, so float16
+    represents it accurately. The denominator of the softmax is the sum of p / scale.
     """
     k_scale = (pairs << 16).to(tl.float32, bitcast=True)
     v_scale = (pairs & -0x10000).to(tl.float32, bitcast=True)
@@ -127,7 +133,7 @@ def as_fp8_partner(x):
     """Convert bfloat16 queries to float16, so that they can be multiplied by e4m3 keys.
 
     The hardware can convert e4m3 to bfloat16 only via float16 and float32. float16 is more precise than bfloat16. The
-    outputs of norms and projections are far below the limit of float16.
+    outputs of norms and projections are far below the largest float16 number.
     """
     if x.dtype == tl.bfloat16:
         x = tl.clamp(x.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)

@@ -1,7 +1,7 @@
 """The table of operations for CUDA. Importing this module requires Triton.
 
-A function with the name of an operation replaces the operation's definition. The function returns `NotImplemented` if
-no kernel is faster than the definition. The other functions are helpers, or CUDA code calls them.
+A function with the name of an operation replaces the operation's definition. A replacement returns `NotImplemented` if
+no kernel is faster than the definition. Functions with other names are helpers, or are called by CUDA code.
 """
 
 import torch
@@ -93,7 +93,7 @@ def best_split_k(x, weight, max_split_k):
 
 
 def own_norm_of(x, residual, eps):
-    """Split the argument x of `add_rms_norm` into a PartialSum and the `own_norm` argument for the kernel."""
+    """Split the argument x of `add_rms_norm` into a PartialSum and the kernel's argument `own_norm`."""
     if x.norm is None:
         return x, NO_OWN_NORM
     own_weight, own_eps, factor = x.norm

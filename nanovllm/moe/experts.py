@@ -64,8 +64,9 @@ class Experts(nn.Module):
     """This rank's part of the experts, with stacked weights.
 
     Each expert is a gated feed-forward network, which is divided over the ranks. Shared experts come last in the
-    stacks. Checkpoints name shared experts differently, so other modules load them through views of the stacks. If
-    `config.expert_parallel` is True, each rank has an equal number of whole experts instead, and no shared experts.
+    stacks. Checkpoints differ in their names of shared experts, so other modules load shared experts through views of
+    the stacks. If `config.expert_parallel` is True, each rank has an equal number of whole experts, and no shared
+    experts.
     """
 
     uses_cuda_graphs = False  # the host reads how many tokens each expert has
@@ -170,7 +171,10 @@ class Experts(nn.Module):
         return out.to(x.dtype)
 
     def linear(self, x: torch.Tensor, name: str, index: int) -> torch.Tensor:
-        """Multiply x [rows, inputs] by one local expert's weight, and add the bias. `name` names the stacked weight."""
+        """Multiply x [rows, inputs] by one local expert's weight, and add the bias.
+
+        `name` is the attribute name of the stacked weight.
+        """
         bias = getattr(self, f"{name}_bias")
         return linear(x, self.format.weight(self, name, index, x.dtype), None if bias is None else bias[index])
 
@@ -178,7 +182,7 @@ class Experts(nn.Module):
 class Router(ReplicatedLinear):
     """A layer that computes each token's logits for all experts.
 
-    Checkpoints store the rows of shared experts separately.
+    Checkpoints store the router's rows for shared experts separately.
     """
 
     def __init__(self, hidden_size: int, config: MoEConfig):

@@ -33,5 +33,5 @@ class MoEConfig:
 
     @property
     def weights_per_input(self) -> int:
-        """Return how many weights of the router and of experts a token uses, divided by the hidden size."""
+        """Return the number of router and expert weights that a token uses, divided by the hidden size."""
         return self.num_experts + 3 * self.top_k * self.intermediate_size

@@ -1,4 +1,4 @@
-"""Decode attention over paged keys and values.
+"""Attention for decode steps, over paged keys and values.
 
 A sequence has queries for its newest token and for a few draft tokens. The keys of a sequence are divided among several
 programs (flash-decoding).
@@ -44,7 +44,7 @@ NO_NORM_ROPE = None, None, 0.0, None, None  # weights, eps, cos_sin, slots
 def _load_rotation(norm_rope_ptrs, seq, d, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr):
     """Return cos and sin for queries and for keys, and the index of each element's partner in the rotation.
 
-    If q and k have norm weights, cos and sin are multiplied by them.
+    If q and k have norm weights, the returned cos and sin are already multiplied by the weights.
     """
     q_weight_ptr, k_weight_ptr = norm_rope_ptrs[0], norm_rope_ptrs[1]
     cos, sin, swapped = load_cos_sin(norm_rope_ptrs[3], seq, d, HEAD_DIM, ROTARY)
@@ -73,8 +73,8 @@ def _prefetch_tile(cache_ptrs, table_ptr, kv_head, tokens, CACHE: tl.constexpr):
 def _store_new_token(k, v, cache_ptrs, slot, kv_head, d, CACHE: tl.constexpr):
     """Unless `slot` is -1, store a key `k` and a value `v`, both [1, head_dim].
 
-    Return the stored key and its scale, then the stored value and its scale. FP8 rounds keys and values. In this step,
-    attention must use the same rounded numbers as in later steps.
+    Return the stored key and its scale, then the stored value and its scale. FP8 storage rounds keys and values.
+    Attention in this step must use the same rounded numbers that later steps will read.
     """
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
     at = (slot * CACHE.kv_heads + kv_head) * CACHE.head_dim + d[None, :]
@@ -112,7 +112,10 @@ def _scores_of_tile(q, k_ptrs, pair_ptrs, inside, scale, STORED: tl.constexpr, C
 
 @triton.jit
 def _store_result(acc, m_i, l_i, row, is_row, d, split, splits, out_ptrs, HEAD_DIM: tl.constexpr):
-    """Normalize and store `acc` [GROUP_PAD, head_dim]. If there are several splits, `acc` is a partial result."""
+    """Divide `acc` [GROUP_PAD, head_dim] by the sums of softmax weights, and store the result.
+
+    If the sequence has several splits, the result covers only one split.
+    """
     out_ptr, partial_ptr, lse_ptr = out_ptrs
     acc = acc / tl.maximum(l_i, 1e-30)[:, None]
     if partial_ptr is not None:
@@ -275,9 +278,10 @@ def _decode_kernel(
 
 
 def fuses_qk_norm_rope(batch_size: int, kv_heads: int, device: torch.device) -> bool:
-    """Return whether `decode_attention` should take qkv, and should also compute norms, rotation and cache store.
+    """Return whether `decode_attention` should also compute the norms, rotation and cache store of qkv.
 
-    Fusing saves a kernel launch. If not all programs can run at the same time, fusing costs more time than it saves.
+    The fused kernel saves a kernel launch. If the programs of the fused kernel can't all run at the same time, separate
+    kernels are faster.
     """
     return batch_size * kv_heads <= 2 * num_sms(device)
 
@@ -285,8 +289,8 @@ def fuses_qk_norm_rope(batch_size: int, kv_heads: int, device: torch.device) -> 
 def _choose_programs(batch_size, tokens_per_row, cache, row_bytes, is_qkv) -> tuple[int, int, int]:
     """Return (programs per multiprocessor, warps per program, tiles loaded ahead).
 
-    The choice is based on measurements. A multiprocessor reads fastest with two programs of four warps. In this case, a
-    program of the next kernel does not fit.
+    The choice is based on measurements. With two programs of four warps, a multiprocessor reads fastest, but has no
+    room for a program of the next kernel.
     """
     has_few_splits = batch_size * cache.k.shape[2] * 3 > 2 * num_sms(cache.k.device)  # at most two splits
     are_fastest = is_qkv and (row_bytes > 256 or (row_bytes == 256 and has_few_splits))
@@ -309,21 +313,23 @@ def decode_attention(
 ) -> torch.Tensor:
     """Return the attention of each row b of q to the first `context_lens[b]` cached tokens of the row's sequence.
 
-    q and the result are [B, heads, head_dim]. If a row's context length is 0, its result is zero. The tokens are in the
-    blocks `block_tables[b]`.
+    q and the result are [B, heads, head_dim]. If a row's context length is 0, its result is zero. The cached tokens of
+    row b are in the blocks `block_tables[b]`.
 
     cache: `block_size` is a multiple of 16, and `head_dim` is a power of two, at least 16.
     context_lens, block_tables: int32 tensors [B] and [B, W]. All tensors except `block_tables` are contiguous.
-    splits: the maximum number of splits per sequence. There are at most as many splits as tiles. The default number
-        depends on `max_context_len`, an upper bound on `context_lens`. The longest sequences should come first, because
-        programs start in the order of rows.
-    num_seqs: [1] int32, the number of rows to compute, at least 1. Later rows of the result stay unchanged.
+    splits: the maximum number of splits per sequence. A sequence has at most as many splits as tiles of keys. The
+        default number of splits depends on `max_context_len`, an upper bound on `context_lens`. The longest sequences
+        should come first, because programs start in the order of rows.
+    num_seqs: [1] int32, the number of rows to compute, at least 1. Rows of the result after the first `num_seqs` stay
+        unchanged.
     out: receives the result.
     tokens_per_row: the number of consecutive rows that belong to one sequence. The rows of a sequence share a block
         table, and each row sees at least as many keys as the row before it.
-    norm_rope_inputs: the arguments `qk_norm_rope` and `slot_mapping` of `norm_rope_and_store`. If these arguments are
-        given, the kernel also does the work of `norm_rope_and_store`. In that case, q is qkv [B, heads + 2 * kv_heads,
-        head_dim] with any stride between tokens. The result of an empty sequence is then finite but undefined.
+    norm_rope_inputs: the arguments `qk_norm_rope` and `slot_mapping` of `norm_rope_and_store`. With `norm_rope_inputs`,
+        the kernel also does the work of `norm_rope_and_store`. With `norm_rope_inputs`, q is qkv [B, heads + 2 *
+        kv_heads, head_dim], with any stride between tokens, and the result of an empty sequence is finite but
+        undefined.
     """
     is_qkv, kv_heads = norm_rope_inputs is not NO_NORM_ROPE, cache.k.shape[2]
     out = torch.empty_like(q[:, 2 * kv_heads :] if is_qkv else q) if out is None else out

@@ -22,11 +22,11 @@ class Rows(NamedTuple):
 
 @triton.jit
 def norm_rope(x, x_swapped, cos, sin, eps, HAS_NORM: tl.constexpr):
-    """Rotate each row of x [R, D]. If HAS_NORM, normalize the row first. Compute in float32, and round once.
+    """Rotate each row of x [R, D]. If HAS_NORM is set, normalize the row first. Compute in float32, and round once.
 
     `x_swapped` is x with its halves swapped. `cos` and `sin` [1 or R, D] come from FusedRotaryEmbedding, which negates
-    the first half of `sin`. If HAS_NORM, the caller has multiplied `cos` by the norm's weight, and `sin` by the norm's
-    weight with swapped halves. The inverse root mean square of a row is applied after the rotation.
+    the first half of `sin`. If HAS_NORM is set, the caller has multiplied `cos` by the norm's weight, and `sin` by the
+    norm's weight with swapped halves. The inverse root mean square of a row is applied after the rotation.
     """
     y = x.to(tl.float32)
     rotated = y * cos + x_swapped.to(tl.float32) * sin
@@ -102,9 +102,9 @@ def norm_rope_and_store(qkv: torch.Tensor, qk_norm_rope, slot_mapping: torch.Ten
     Return the queries [T, heads, head_dim]. `qkv` is [T, heads + 2 * kv_heads, head_dim], with any stride between
     tokens. `head_dim` is a power of two.
 
-    qk_norm_rope: (q weight, k weight, eps, cos_sin). The weights are [head_dim], or `None` if there is no norm.
-        `cos_sin` [T, 2, N] float32 comes from FusedRotaryEmbedding. It defines the rotation of each head's first N
-        elements.
+    qk_norm_rope: the tuple (q weight, k weight, eps, cos_sin). The weights are [head_dim], or `None` if there is no
+        norm. `cos_sin` [T, 2, N] float32 comes from FusedRotaryEmbedding. `cos_sin` defines the rotation of each head's
+        first N elements.
     slot_mapping: [T], each token's index in the cache (whose first two dimensions are flattened), or -1 to store
         nothing
     """

@@ -1,10 +1,10 @@
 """The compile-time description of a KV cache, for kernels.
 
-Functions that launch kernels use these attributes of a layer's `cache`, a `KVCache` (cache/kv_cache.py):
+Functions that launch kernels use the following attributes of a layer's `cache`, a `KVCache` (cache/kv_cache.py):
 
 - keys `k` and values `v` [blocks, block_size, kv_heads, head_dim].
-- `scales` [blocks, kv_heads, block_size] int32, if keys and values are in FP8 (see e4m3.py). Each word packs the
-  bfloat16 scales of a key and of its value.
+- `scales` [blocks, kv_heads, block_size] int32, if keys and values are in FP8 (see e4m3.py). Each int32 word packs two
+  bfloat16 scales: one for a key, and one for its value.
 - `spec`: the layer's AttentionSpec.
 """
 
@@ -55,7 +55,10 @@ def cache_tiles(cache, layout: CacheLayout) -> tuple:
 
 @triton.jit
 def tanh_of_scores(scores, scale, CAP: tl.constexpr):
-    """Return tanh(score * scale / CAP), where `scale` includes log2(e). The capped score is CAP times the result."""
+    """Return tanh(score * s / CAP), where s is `scale` / log2(e).
+
+    The capped score is CAP times the result.
+    """
     return 1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale * (2.0 / CAP))))
 
 
@@ -65,7 +68,8 @@ def add_sinks(acc, m_i, l_i, sinks):
 
     Return `acc` [R, D], `m_i` [R] and `l_i`, rescaled to the new maxima.
 
-    `acc` is the sum of weighted values, and `m_i` is the largest score. `sinks` and `m_i` include log2(e).
+    `acc` is the sum of weighted values, and `m_i` is the largest score. `sinks` and `m_i` are already multiplied by
+    log2(e).
     """
     m_new = tl.maximum(m_i, sinks)
     alpha = tl.exp2(m_i - m_new)

@@ -171,8 +171,8 @@ def _is_for_hopper(head_dim: int, dtype: torch.dtype) -> bool:
 def query_tile_size(group: int, head_dim: int, dtype: torch.dtype) -> int:
     """Return how many tokens a query tile covers, if each key-value head has `group` query heads.
 
-    On Hopper, the kernel of hopper_prefill.py may replace the kernel of this file. Hopper tiles have 128 rows. The size
-    for Hopper is therefore the largest multiple of this file's tile size that fits into 128 rows.
+    On Hopper, the kernel of hopper_prefill.py may replace the kernel of this file. Hopper tiles have 128 rows. On
+    Hopper, this function therefore returns the largest multiple of this file's tile size that fits into 128 rows.
     """
     tokens = _tile_sizes(head_dim, dtype)[0] // group
     if _is_for_hopper(head_dim, dtype):
@@ -192,8 +192,8 @@ def prefill_attention(
     """Return the causal attention of new tokens to the cached keys of their sequences, in the shape of q.
 
     A query sees the tokens of its sequence up to the query's position. If the layer has a window, a query sees only the
-    last `window` of those tokens. The cache already contains all `context_lens[b]` tokens of sequence b, including the
-    tokens of this step.
+    last `window` tokens up to its position. The cache already contains all `context_lens[b]` tokens of sequence b,
+    including the tokens of this step.
 
     q: a contiguous tensor [T, heads, head_dim], the queries for the last tokens of B sequences. At most 64 query heads
         share a key-value head.

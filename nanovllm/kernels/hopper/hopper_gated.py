@@ -1,8 +1,8 @@
 """A Hopper epilogue for hopper_product.py: a gated activation in 16 bits, or SwiGLU in FP8 with quantized results.
 
-In 16 bits, `gate`, `up` and the activation of `gate` are rounded separately, at no extra cost. The results therefore
-equal those of separate kernels, except that activations of `gate` below about 1e-36 become 0. In FP8, all results with
-the same scale are in one tile.
+In 16 bits, `gate`, `up` and the activation of `gate` are rounded separately, at no extra cost. The fused kernel
+therefore returns the same results as separate kernels, except that activations of `gate` below about 1e-36 become 0. In
+FP8, all results that share a scale are in one tile.
 """
 
 from math import e, log2
@@ -113,7 +113,7 @@ def gated_linear(
     """Multiply x [T, K] by the weight [N, K], and apply the gated activation. Return a tensor [T, N / 2].
 
     Without `scales`, all tensors have 16 bits. If `scales` are given, x and the weight are in FP8, and the activation
-    is SwiGLU. The result is then that of `swiglu_quantize` in multiply_scaled.py.
+    is SwiGLU. In FP8, the result equals that of `swiglu_quantize` in multiply_scaled.py.
     """
     num_rows, n = len(x if scales is None else x.values), len(weight) // 2
     y = torch.empty((num_rows, n), dtype=weight.dtype, device=weight.device)

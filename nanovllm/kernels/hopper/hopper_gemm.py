@@ -1,8 +1,8 @@
 """The Hopper version of split_k_gemm.py for 129 to 256 rows, written in Gluon.
 
 One warp loads tiles, and two warpgroups multiply them. A tile combines 128 rows of the weight (64 for each warpgroup)
-with all tokens, so each weight is read once. Two tensors contain the tokens, because tensor sizes must be powers of
-two. A quarter of the registers stays free for programs of the previous and the next kernel.
+with all tokens, so each weight is read once. The tokens are split into two tensors, because tensor sizes must be powers
+of two. A quarter of the registers stays free for programs of the previous and the next kernel.
 
 This kernel is for GEMMs with many more inputs than outputs, such as down_proj. For other GEMMs, cuBLAS is as fast.
 """

@@ -4,8 +4,8 @@ One warp loads tiles, and two warpgroups compute attention. A query tile has 128
 is one query head of one token. A tile covers a *pack*: some of the query heads that share a key-value head. The size of
 a pack is the largest power of two that divides the number of query heads per key-value head.
 
-The warpgroups alternate. While a warpgroup computes a softmax, the tensor cores work for the other warpgroup. Or they
-multiply the warpgroup's previous softmax weights by values.
+The warpgroups alternate. While warpgroup A computes a softmax, the tensor cores work for warpgroup B, or multiply A's
+previous softmax weights by values.
 """
 
 from typing import NamedTuple
@@ -54,8 +54,8 @@ def _load(ring, buffer, use, tiles, at):
 
     `use` is the number of previous loads into `buffer`.
 
-    A buffer has two barriers. `full` completes when a tile is loaded. `empty` completes when the tile is no longer
-    needed.
+    Each buffer has two barriers. The barrier `full` completes when a tile is loaded. The barrier `empty` completes when
+    the tile is no longer needed.
     """
     smem, full, empty = ring
     mbarrier.wait(empty.index(buffer), (use & 1) ^ 1)
@@ -75,7 +75,7 @@ def _work(n, plan, SHAPE: gl.constexpr):
 
     The first field of the result is the index of the last key tile plus 1, or 0 if there is no n-th query tile. Query
     tiles are sorted by descending number of keys. The programs get the tiles in turn, in alternating order: from the
-    first program to the last, then from last to first.
+    first program to the last, then from the last to the first.
     """
     plan_ptrs, num_tiles, _ = plan
     tiles_ptr, starts_ptr, lengths_ptr, _ = plan_ptrs
@@ -125,10 +125,10 @@ def _load_tiles(tiles, rings, plan, SHAPE: gl.constexpr):
 
 @gluon.jit
 def softmax(scores, state, position, key, MASKED: gl.constexpr, SHAPE: gl.constexpr):
-    """Return the softmax weights, the factor for the old sums, and the new state.
+    """Return the softmax weights, the factor by which the old sums are multiplied, and the new state.
 
-    The state contains the maximum scaled score of each row. It also contains a separate sum of weights for each thread,
-    so threads need not exchange sums.
+    The state contains the maximum scaled score of each row. The state also contains a separate sum of weights for each
+    thread, so threads need not exchange sums.
     """
     scale: gl.constexpr = SHAPE.scale
     m_i, l_i = state
@@ -159,9 +159,9 @@ def _scores(q, keys, i, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _add_values(acc, p, values, i, SHAPE: gl.constexpr):
-    """Start to multiply the weights p by the i-th tile of values, and to add the result to `acc`.
+    """Start to multiply the weights p by the i-th tile of values, and to add the product to `acc`.
 
-    The caller passes both results to `warpgroup_mma_wait`.
+    The caller passes both return values to `warpgroup_mma_wait`.
     """
     weights = gl.convert_layout(p.to(values[0].dtype), gl.DotOperandLayout(0, sums_of(SHAPE.head_dim), 2))
     mbarrier.wait(values[1].index(i % 2), i // 2 & 1)
@@ -170,7 +170,7 @@ def _add_values(acc, p, values, i, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _attend_tiles(sums, begin, end, args, W: gl.constexpr, MASKED: gl.constexpr, SHAPE: gl.constexpr):
-    """Add the key tiles from `begin` to `end` to `sums`. These indices count backwards from the last key tile."""
+    """Add the key tiles from `begin` to `end` to `sums`. Both indices count backwards from the last key tile."""
     q, position, rings, turns, counts = args
     _, keys, values = rings
     last, count, base = counts
@@ -196,7 +196,7 @@ def _attend_tiles(sums, begin, end, args, W: gl.constexpr, MASKED: gl.constexpr,
 def _forget_stale(v, key, length, SHAPE: gl.constexpr):
     """Set the values from position `length` on to zero, because 0 times a stale NaN is NaN.
 
-    Both warpgroups may do this for the same values.
+    Both warpgroups may set the same values to zero.
     """
     ROWS: gl.constexpr = rows_of(SHAPE.head_dim)
     for part in gl.static_range(SHAPE.tile // 32):
@@ -297,7 +297,7 @@ def attend(tokens: int, tile: int, q: torch.Tensor, cache, plan_ptrs, out: torch
 
     `plan_ptrs` is (query_tiles, cu_seqlens_q, context_lens, block_tables). A query tile has at most `tokens` tokens.
     `cache` has 16-bit keys and values, and neither a soft cap nor sinks. `tile` is the number of keys per tile: 64 or
-    128, a divisor of the block size. `head_dim` is 64 or 128. If `tile` is 64, it may also be 256.
+    128, a divisor of the block size. `head_dim` is 64 or 128. If `tile` is 64, `head_dim` may also be 256.
     """
     heads, head_dim = q.shape[1:]
     block_size, kv_heads = cache.k.shape[1:3]

@@ -4,12 +4,12 @@ Either the operands have 16 bits, or they are `QuantizedRows` and an FP8 weight 
 warp loads tiles, and two warpgroups multiply them. A tile has 128 rows (64 for each warpgroup) and two blocks of 128
 outputs.
 
-The epilogue is a function in another file. Its arguments include a warpgroup's accumulators: one tensor [64, 256] for
-16-bit operands, or four quarters [64, 64] for FP8.
+The epilogue is a function in another file. The epilogue's arguments include the accumulators of a warpgroup: one tensor
+[64, 256] for 16-bit operands, or four quarters [64, 64] for FP8.
 
-In FP8, tensor cores accumulate imprecisely, so each of their sums covers only 128 inputs. A warpgroup multiplies these
-sums by scales, and adds them in float32. While a warpgroup adds the sums of 64 outputs, the tensor cores compute the
-next 64 outputs.
+In FP8, tensor cores accumulate imprecisely, so each of their sums covers only 128 inputs. A warpgroup multiplies the
+sums of the tensor cores by scales, and adds the products in float32. While a warpgroup adds the sums of 64 outputs, the
+tensor cores compute the next 64 outputs.
 """
 
 from typing import NamedTuple
@@ -254,9 +254,9 @@ def _product_kernel(
 def product(x: torch.Tensor | QuantizedRows, weight, scales: torch.Tensor | None, epilogue, out_ptrs, y=None) -> None:
     """Compute x W^T for x [T, K] and W [N, K]. Pass the accumulators and `out_ptrs` to the epilogue.
 
-    If `scales` are given, x and W are in FP8. Otherwise, they have 16 bits. N is a multiple of 256. Without `y`, a tile
-    has two adjacent blocks of outputs. If `y` is given, a tile has one block from each half of the outputs, and the
-    epilogue stores tiles of `y`.
+    If `scales` are given, x and W are in FP8. Without `scales`, x and W have 16 bits. N is a multiple of 256. Without
+    `y`, a tile has two adjacent blocks of outputs. If `y` is given, a tile has one block from each half of the outputs,
+    and the epilogue stores tiles of `y`.
     """
     (n, k), step = weight.shape, 128 // weight.element_size()
     rows, scale_ptrs = (x, None) if scales is None else (x.values, (x.scales, scales, x.scales.stride(1)))

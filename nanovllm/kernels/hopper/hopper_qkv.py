@@ -17,7 +17,10 @@ ROWS = gl.constexpr(gl.DistributedLinearLayout(_OF_THREAD, _OF_WARP, [[16, 0], [
 
 @gluon.jit
 def _norm_rope(x0, x1, weights, eps, cos, sin):
-    """Normalize one head of 64 tokens (if there are weights), and rotate it. Its halves are x0 and x1 [64, 64]."""
+    """Normalize (if there are norm weights) and rotate one head of 64 tokens.
+
+    The head's halves are x0 and x1, both [64, 64].
+    """
     y0, y1 = x0, x1
     if weights is not None:
         y0, y1 = x0 * weights[0], x1 * weights[1]

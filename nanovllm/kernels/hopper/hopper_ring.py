@@ -1,6 +1,6 @@
 """Shared code of the Gluon kernels: a warp loads tiles into a ring of buffers for the warpgroups.
 
-A buffer has two barriers. The barrier `full` completes when all data has arrived, and `empty` completes when all
+Each buffer has two barriers. The barrier `full` completes when all data has arrived, and `empty` completes when all
 readers have finished. In the i-th use of a buffer, readers wait for parity `i & 1` of `full`. The loading warp waits
 for parity `(i & 1) ^ 1` of `empty` before it fills the buffer.
 """
@@ -56,7 +56,7 @@ def sums_of(columns, bits=16):
 
 @gluon.jit
 def halves(sums):
-    """Split sums [64, columns] into a left and a right half. Each thread keeps its values."""
+    """Split sums [64, columns] into a left and a right half. No values move between threads."""
     return gl.reshape(sums, [64, 2, sums.shape[1] // 2]).permute((0, 2, 1)).split()
 
 

@@ -40,7 +40,7 @@ TILES = (
 def choose_tile(num_rows: int, n: int, k: int, max_split_k: int, sms: int) -> HopperTile | None:
     """Return the tile to multiply x [num_rows, k] by a weight [n, k], or `None` if other kernels are as fast.
 
-    If each program must compute several tiles, only the largest tiles are faster than the library.
+    If each program must compute several tiles, only the largest tiles are faster than PyTorch's FP8 matmul.
     """
     if not 16 < num_rows <= TILES[-1][0]:
         return None
@@ -69,7 +69,7 @@ def quantized_linear(
 ) -> torch.Tensor:
     """Compute `split_k_gemm` for x [T, K] and the weight `values` [N, K]. The result is [split_k, T, N].
 
-    Return `NotImplemented` if this kernel is not the fastest or does not support the operands.
+    Return `NotImplemented` if the Hopper kernel is not the fastest or does not support the operands.
     """
     tile = hopper_tile(len(x), values, scales, split_k)
     if tile is None or tile.split_k != split_k or x.dtype == torch.float32:
@@ -105,7 +105,7 @@ def suits_packed_kernels(x: torch.Tensor, weight) -> bool:
 
 
 def packed_expert_tile(tile_m: int, num_tiles: int, n: int, sms: int) -> HopperTile:
-    """Return the tile for `num_tiles` matmuls. Each multiplies `tile_m` rows by an expert's weight with `n` outputs."""
+    """Return the tile for `num_tiles` matmuls of `tile_m` rows by an expert's weight with `n` outputs."""
     outputs = 64 if num_tiles * -(-n // 128) < 2 * sms else 128
     return _with_stages(tile_m, outputs, 1, programs=2 if tile_m <= 64 else 1)
 
@@ -135,11 +135,12 @@ def _with_stages(rows: int, outputs: int, split_k: int, programs: int) -> Hopper
 
 
 def qkv_norm_rope_store(x, layer, qk_norm_rope, slot_mapping: torch.Tensor, cache) -> torch.Tensor:
-    """Compute the qkv matmul of the `NormInput` x and `norm_rope_and_store`, in one kernel.
+    """Compute the qkv matmul of the `NormInput` x and then `norm_rope_and_store`, in one kernel.
 
-    Return `NotImplemented` if no kernel does this, if separate kernels are as fast, or if CUDA graphs may contain steps
-    of this size. Graphs pad steps, but a padded step must use the same kernels as a step without graphs. Different
-    kernels add values in different orders, which might lead to different tokens.
+    Return `NotImplemented` if no kernel supports the operands, or if separate kernels are as fast. Also return
+    `NotImplemented` if CUDA graphs may contain steps with this number of rows. CUDA graphs pad steps, but a padded step
+    must use the same kernels as a step without graphs. Different kernels add values in different orders, which might
+    lead to different tokens.
     """
     if isinstance(x, torch.Tensor) or len(x) <= MAX_CAPTURED_ROWS or not has_hopper_kernels():
         return NotImplemented

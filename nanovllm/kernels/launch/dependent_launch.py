@@ -3,21 +3,21 @@
 PDL hides a kernel's launch latency and the latency of the kernel's first reads. Every dependent kernel obeys this
 contract:
 
-- The kernel lets the next kernel start immediately (`gdc_launch_dependents`). Then it waits until the previous kernel
-  is complete and that kernel's writes are visible (`gdc_wait`). A program without work may return without waiting, but
-  at least one program must wait. When a kernel is complete, all earlier kernels are therefore complete too.
-- Before the kernel waits, it writes nothing. It may already prefetch any address, but must not read memory that a
-  running kernel writes. It may already read weights, and the results of kernels that were launched before the last
-  ordinary launch.
+- The kernel lets the next kernel start immediately (`gdc_launch_dependents`). The kernel then waits until the previous
+  kernel is complete and its writes are visible (`gdc_wait`). A program without work may return without waiting, but at
+  least one program must wait. When a kernel is complete, all earlier kernels are therefore complete too.
+- Before the kernel waits, it writes nothing. Before its wait, the kernel may prefetch any address, but must not read
+  memory that a running kernel writes. Before its wait, the kernel may read weights, and the results of kernels that
+  were launched before the last ordinary launch.
 
 An ordinary launch starts when all earlier kernels are complete. A dependent kernel can start while other kernels that
 follow the last ordinary launch are running. Before its wait, a dependent kernel might not see the results of the last
 ordinary launch.
 
-The last ordinary launch before attention is the embedding or a later library kernel. Before its wait, attention may
-therefore read `cos_sin`, the slot mapping, block tables and lengths, which earlier launches have computed.
-`@dependent_kernel(early=...)` declares what a kernel reads before its wait. The decorator rejects a kernel that breaks
-the contract (launch_contract.py).
+The last ordinary launch before attention is the embedding or a later kernel of a library, such as cuBLAS. Before its
+wait, attention may therefore read `cos_sin`, the slot mapping, block tables and lengths, because earlier launches have
+computed them. `@dependent_kernel(early=...)` declares what a kernel reads before its wait. The decorator rejects a
+kernel that breaks the contract (launch_contract.py).
 
 The constexpr `PDL` is `False` on GPUs older than Hopper, and with Triton 3.4, which can't compile its own `gdc`
 functions.
@@ -77,7 +77,7 @@ def gdc_wait(PDL: tl.constexpr):
 def gdc_launch_and_wait(PDL: tl.constexpr):
     """Let the next kernel start, then wait for the previous kernel.
 
-    A kernel begins with this call if it does nothing before its wait.
+    A kernel that does nothing before its wait begins with a call of this function.
     """
     gdc_launch_dependents(PDL)
     gdc_wait(PDL)
@@ -106,11 +106,11 @@ class _Loaders(ThreadPoolExecutor):
 
 
 def compile_only(work: Callable[[], None]) -> None:
-    """Call `work`, but compile the kernels that it launches instead of running them.
+    """Call `work`, but only compile the kernels that `work` launches, instead of running them.
 
     Parallel threads compile the kernels, because the compiler rarely holds the GIL.
 
-    The outputs of these kernels contain arbitrary values. This function returns when all kernels are loaded onto the
+    The outputs of the kernels contain arbitrary values. This function returns when all kernels are loaded onto the
     device, or raises the compiler's error.
 
     With Triton 3.4, this function does nothing, and each kernel is compiled at its first launch.
@@ -141,7 +141,10 @@ def compile_only(work: Callable[[], None]) -> None:
 
 
 def _forget_unfinished(launched: list) -> None:
-    """Delete the futures of kernels that failed to compile. Triton before 3.9 would treat these kernels as compiled."""
+    """Delete the futures of kernels that failed to compile.
+
+    Triton before 3.9 would treat a failed kernel as compiled.
+    """
     for jit in launched:
         for kernels, *_ in jit.device_caches.values():
             for key in [key for key, kernel in kernels.items() if hasattr(kernel, "result")]:
@@ -154,8 +157,8 @@ def launch(kernel: DependentKernel, grid: tuple[int, ...], device: torch.device,
     Usage: `launch(kernel, grid, device)(*arguments, **constants)`.
 
     `shared` is the percentage of a multiprocessor's L1 memory that is used as shared memory, not as cache. If `shared`
-    is `None`, the driver chooses. Kernels overlap only if they have the same `shared`. Kernels for small batches need
-    little shared memory.
+    is `None`, the driver chooses. Kernels overlap only if they have the same value of `shared`. Kernels for small
+    batches need little shared memory.
     """
     run = launch_ordinary(kernel.jit, grid)
     if not has_tma(device) or IS_TRITON_3_4:
@@ -179,6 +182,9 @@ def launch_ordinary(jit, grid: tuple[int, ...]):
 
 @cache
 def _prefer_shared_memory(function: int, percentage: int) -> None:
-    """Set a compiled kernel's preferred percentage of shared memory. This is a hint, so errors are ignored."""
+    """Set a compiled kernel's preferred percentage of shared memory.
+
+    The percentage is only a hint, so errors are ignored.
+    """
     attribute = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
     ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), attribute, percentage)

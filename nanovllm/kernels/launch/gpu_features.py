@@ -1,4 +1,7 @@
-"""Features of devices. This module does not import Triton, so 8-bit weights and caches can use it on any device."""
+"""Features of devices.
+
+This module does not import Triton, so the code of 8-bit weights and caches can import it on any device.
+"""
 
 from functools import cache
 
@@ -15,8 +18,8 @@ def has_fp8_units(device: torch.device) -> bool:
 def has_tma(device: torch.device) -> bool:
     """Return whether the device has dependent launch, tile loads (TMA), and 227 KB of shared memory.
 
-    Hopper and data-centre Blackwell GPUs have these features. Other Blackwell chips have only 99 KB of shared memory,
-    and are treated like older GPUs.
+    Hopper and data-centre Blackwell GPUs have dependent launch, TMA, and 227 KB of shared memory. Other Blackwell chips
+    have only 99 KB of shared memory, and are treated like older GPUs.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 

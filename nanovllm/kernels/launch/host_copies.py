@@ -1,6 +1,6 @@
 """Kernels that copy from and to pinned host memory.
 
-These kernels need no copy engine, and CUDA graphs can contain them.
+Copies by kernels need no copy engine, and CUDA graphs can contain the kernels.
 
 Host memory consists of two buffers, [2, capacity] int32. The host prepares one buffer while the device uses the other.
 `buffer_index` [1] int32, on the device, is the index of the device's current buffer.

@@ -21,7 +21,8 @@ PREFETCH = "prefetch_rows"  # only fills the L2 cache: the kernel reads the valu
 def check_early_reads(function: Callable, early: tuple[str, ...]) -> None:
     """Raise AssertionError if a kernel breaks the contract.
 
-    The kernel must wait. Before the wait, it must write nothing, and must read exactly the parameters `early`.
+    The kernel must wait. Before its wait, the kernel must write nothing, and must read through exactly the pointer
+    parameters `early`.
     """
     body = _Body(function)
     waits = body.run(body.node.body)
@@ -35,7 +36,7 @@ def check_early_reads(function: Callable, early: tuple[str, ...]) -> None:
 class _Body:
     """The body of a kernel, or of a function that a kernel calls.
 
-    `run` collects in `reads` the pointer parameters that the body reads before the wait.
+    The method `run` adds to the set `reads` all pointer parameters that the body reads before the wait.
     """
 
     def __init__(self, function: Callable, roots_of_arguments: list[set[str]] | None = None):
@@ -127,7 +128,7 @@ class _Body:
         return roots if name in ADDRESS_FUNCTIONS else self.function_roots(node, name, roots_of)
 
     def function_roots(self, node: ast.Call, name: str, roots_of: list[set[str]]) -> set[str]:
-        """Check the body of a called function, given the roots of the call's arguments.
+        """Check the body of a called function, given the roots (pointer parameters) of each argument of the call.
 
         Return the roots of the function's result.
         """

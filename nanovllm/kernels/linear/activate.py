@@ -1,4 +1,4 @@
-"""Gated activations that kernels compute after a matmul."""
+"""Computes a gated activation within a kernel, after a matmul."""
 
 import triton
 import triton.language as tl

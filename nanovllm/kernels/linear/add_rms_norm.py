@@ -1,7 +1,7 @@
 """RMS norm kernels.
 
-The kernels can add split-K summands and a residual before the norm, and can quantize the norm's result. A separate norm
-may be applied to the sum of the summands. In this case, the residual is added afterwards.
+The kernels can add split-K summands and a residual before the norm, and can quantize the norm's result. The sum of the
+summands may have a norm of its own, which is applied before the residual is added.
 """
 
 import torch
@@ -78,7 +78,8 @@ def rms_norm(
     1, x is [split_k, T, N], and is summed over the first dimension.
 
     `own_norm` is (weight [N], factor [1]). The weight and the factor may be None. If there is a weight, the norm of x
-    replaces x before the residual is added. If there is a factor, the result is multiplied by the factor.
+    replaces x before the residual is added. If there is a factor, x or its norm is multiplied by the factor before the
+    residual is added.
     """
     out = torch.empty(x.shape[-2:], dtype=x.dtype, device=x.device)
     _store_norm(x, weight, eps, residual, split_k, x.shape[-1], (out, None), 0, own_norm)

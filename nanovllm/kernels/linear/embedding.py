@@ -19,8 +19,8 @@ def _embed_shard_kernel(ids_ptr, weight_ptr, out_ptr, first_id, num_ids, N: tl.c
 def embed_shard(token_ids: torch.Tensor, weight: torch.Tensor, first_id: int, out: torch.Tensor | None = None):
     """Fill `out` [T, N] with the embeddings of tokens. Tokens whose embeddings are on other ranks get zeros.
 
-    Row 0 of the weight [ids, N] is the embedding of token `first_id`. The launch must be ordinary, because before
-    attention waits, it reads the result of the preceding rope lookup (see dependent_launch.py).
+    Row 0 of the weight [ids, N] is the embedding of token `first_id`. The launch of this kernel must be ordinary:
+    before its wait, attention reads the result of the preceding rope lookup (see dependent_launch.py).
     """
     if out is None:
         return NotImplemented

@@ -23,7 +23,7 @@ def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
 def gated_activation(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     """Return the activation [T, n] of x [T, 2 * n]. The first half of x contains the gates.
 
-    Return NotImplemented if x has other dimensions, or if the activation shifts or limits its operands.
+    Return NotImplemented if x does not have two dimensions, or if the activation shifts or limits its operands.
     """
     if x.dim() != 2 or activation.shift or activation.limit:
         return NotImplemented
@@ -36,8 +36,8 @@ def gated_activation(x: torch.Tensor, activation: Activation) -> torch.Tensor:
 def gated_linear(x: torch.Tensor, weight: torch.Tensor, act: Activation) -> torch.Tensor:
     """Compute `gated_activation` of x W^T in one kernel. For x [T, K] and W [N, K], return [T, N / 2].
 
-    Results are rounded as in separate kernels. Return `NotImplemented` if no kernel supports the operands, or if the
-    tiles would leave many multiprocessors idle.
+    The results are rounded as if separate kernels computed them. Return `NotImplemented` if no kernel supports the
+    operands, or if the tiles would leave many multiprocessors idle.
     """
     n, k = weight.shape
     if (

@@ -140,8 +140,8 @@ def gemv(
     The shapes are x [1, K], W [N, K], `bias` [N] and y [1, N]. All tensors are contiguous. `norm` is a pair: the weight
     [K] and the eps of an RMS norm. If `norm` is given, the norm of x + residual replaces x in the matmul. A residual
     requires a norm. Without a residual, the second result is x. If `act` is given, W is [2 * N, K], `bias` is [2 * N],
-    and y is the gated activation of all outputs. The results of `adapters`, whose x is the same, are added before the
-    activation. The number of outputs of each part is a multiple of MAX_OUTPUTS.
+    and y is the gated activation of all outputs. The results of `adapters`, which multiply the same x, are added before
+    the activation. The number of outputs of each part of an adapter is a multiple of MAX_OUTPUTS.
     """
     norm_weight, eps = norm
     assert norm_weight is not None or residual is None

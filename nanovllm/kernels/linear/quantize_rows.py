@@ -1,7 +1,7 @@
-"""Quantizes the inputs of GEMMs to e4m3. The kernel of the preceding norm or activation can also do this.
+"""Quantizes the inputs of GEMMs to e4m3. The kernel of the preceding norm or activation can also quantize the inputs.
 
 Each group of inputs in a row has one scale. A group is 128 inputs if the weights have block scales, otherwise the whole
-row. If there is no tensor for scales, the functions store unquantized results.
+row. If there is no tensor for scales, the functions in this file store unquantized results.
 """
 
 from typing import NamedTuple
@@ -31,7 +31,7 @@ class Groups(NamedTuple):
 
 @triton.jit
 def positions_of(first_group, GROUPS: tl.constexpr):
-    """Return where the elements of groups [count, width] are in the row, and a mask of the elements that exist."""
+    """Return the index in the row of each element of groups [count, width], and a mask of the elements that exist."""
     col = tl.arange(0, GROUPS.width)[None, :]
     at = (first_group + tl.arange(0, GROUPS.count))[:, None] * GROUPS.size + col
     return at, (at < GROUPS.n) & (col < GROUPS.size)
@@ -79,7 +79,7 @@ def empty_rows(num_rows: int, n: int, group: int, like: torch.Tensor) -> Quantiz
 
 
 def outputs_of(rows: QuantizedRows) -> tuple[tuple[torch.Tensor, torch.Tensor], int]:
-    """Return the tensors of `rows`, which kernels write, and the stride between the scales of adjacent groups."""
+    """Return the tensors of `rows` that kernels write, and the stride between the scales of adjacent groups."""
     return (as_loadable(rows.values), rows.scales), rows.scales.stride(1)
 
 

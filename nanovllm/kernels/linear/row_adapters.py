@@ -1,8 +1,9 @@
-"""Low-rank adapters (see lora/) in the kernel of a linear layer, for steps with few rows.
+"""Computes low-rank adapters (see lora/) in the kernel of a linear layer, for steps with few rows.
 
 The first programs of the kernel compute h = A x. Each of the other programs multiplies a part of the weight by x, waits
-for h, and adds B h. Before the launch, all elements of h are UNREADY, so that a program can wait for the elements that
-it needs. GPUs start programs in the order of their ids, so no program waits for a program that can't start.
+for h, and adds B h. Before the launch, all elements of h have the value UNREADY, so that a program can wait for the
+elements that it needs. GPUs start programs in the order of their ids, so no program waits for a program that can't
+start.
 """
 
 from typing import NamedTuple
@@ -24,8 +25,8 @@ MIN_COLUMNS = 64  # so that each element of a tile belongs to one thread: see `l
 class RowAdapters(NamedTuple):
     """The adapters of up to MAX_ROWS rows of a step.
 
-    The linear layer may merge several layers. An adapter has one part for each of these layers. A rank of 0 means that
-    the adapter does not change the part. All outputs that a program computes must belong to one part.
+    The linear layer may merge several layers. An adapter has one part for each merged layer. A rank of 0 means that the
+    adapter does not change the part's outputs. All outputs that a program computes must belong to one part.
     """
 
     x: torch.Tensor  # [T, inputs]
@@ -67,7 +68,7 @@ class AdapterShape(NamedTuple):
 
 @triton.jit
 def load_slot(adapter_ptrs, row, is_row, part, SHAPE: tl.constexpr):
-    """Return a row's slot, or 0 without an adapter, and the rank of a part's adapter, or 0."""
+    """Return the slot of a row's adapter, and the rank of one part of the adapter. Without an adapter, both are 0."""
     slot = tl.load(adapter_ptrs.slots + row, is_row, -1)
     existing = tl.maximum(slot, 0)
     rank = tl.load(adapter_ptrs.ranks + existing * SHAPE.rank_stride + part, is_row, 0)
@@ -120,8 +121,8 @@ def compute_h(adapter_ptrs, residual_ptr, norm_ptr, program, M, SHAPE: tl.conste
 def load_h(h_ptrs, inside):
     """Load the bits of h, which may be UNREADY.
 
-    A tile must have at least as many elements as the program has threads. Otherwise, several threads would load an
-    element at different times, and `wait_for_h` would examine what one of them has loaded.
+    A tile must have at least as many elements as the program has threads. With a smaller tile, several threads would
+    load the same element at different times, and `wait_for_h` would examine the value of only one thread.
     """
     return tl.load(h_ptrs, inside, 0, volatile=True)
 
@@ -146,10 +147,10 @@ def part_of(adapter_ptrs, n, SHAPE: tl.constexpr):
 
 @triton.jit
 def load_row(adapter_ptrs, part, n, is_n, N, SHAPE: tl.constexpr):
-    """Load a tile [tile_n, columns] of the matrix B of a single row, for outputs n of one part of the N outputs.
+    """Load a tile [tile_n, columns] of the matrix B of a single row, for the outputs `n` of one part.
 
-    A column belongs to a row of A and to a split of the inputs. Return the tile, the indices of its elements in a copy
-    of h, which of them exist, and the rank.
+    A column belongs to a row of A and to a split of the inputs. Return the tile, the matching indices in a copy of h, a
+    mask of the elements that exist, and the rank.
     """
     slot, rank = load_slot(adapter_ptrs, 0, True, part, SHAPE)
     column = tl.arange(0, SHAPE.columns)
@@ -182,10 +183,10 @@ def has_adapters(adapter_ptrs, M):
 
 @triton.jit
 def load_columns(adapter_ptrs, begin, part, n, is_n, N, M, SHAPE: tl.constexpr):
-    """Load a tile [tile_n, columns] of the matrices B of all rows, side by side, for outputs n of one part.
+    """Load a tile [tile_n, columns] of the matrices B of all rows, side by side, for the outputs `n` of one part.
 
-    A column belongs to a row of x and to a row of A. Return the tile, the addresses of h [splits, columns], which of
-    them exist, and each column's row of x.
+    A column belongs to a row of x and to a row of A. Return the tile, the addresses of h [splits, columns], a mask of
+    the addresses that exist, and each column's row of x.
     """
     column = begin + tl.arange(0, SHAPE.columns)
     row, r = column // SHAPE.max_rank, column % SHAPE.max_rank
@@ -209,7 +210,7 @@ def _add_columns(acc, bits, loaded):
 def add_results(acc, adapter_ptrs, bits, columns, adds, part, n, is_n, N, M, SHAPE: tl.constexpr):
     """If `adds` is True, return acc [tile_n, tile_m] plus B h of all rows. Column m of acc belongs to row m of x.
 
-    `columns` and `bits` are the first results of `load_columns` and `load_h`.
+    `columns` is the result of the first call of `load_columns`, and `bits` is that of the first call of `load_h`.
     """
     if adds:
         acc = _add_columns(acc, bits, columns)
@@ -220,5 +221,8 @@ def add_results(acc, adapter_ptrs, bits, columns, adds, part, n, is_n, N, M, SHA
 
 
 def num_splits(num_inputs: int, max_rank: int) -> int:
-    """Return into how many ranges the inputs are split. Different programs multiply different ranges by A."""
+    """Return the number of ranges into which the inputs are split.
+
+    Different programs multiply different ranges by A.
+    """
     return max(1, min(MAX_SPLITS, MAX_COLUMNS // max_rank, num_inputs // MIN_K_PER_SPLIT))

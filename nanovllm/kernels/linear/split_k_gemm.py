@@ -1,4 +1,7 @@
-"""Computes y = x W^T for small batches. W has 16 or 8 bits. If the output tiles do not fill the GPU, K is split."""
+"""Computes y = x W^T for small batches. The elements of W have 16 or 8 bits.
+
+If the output tiles do not fill the GPU, K is split.
+"""
 
 import torch
 import triton
@@ -100,14 +103,14 @@ def _tile_m(m: int, weight: torch.Tensor) -> int:
 def _is_for_hopper(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether hopper_gemm.py should compute this GEMM when K is split.
 
-    If there are at most twice as many inputs as outputs, adding the summands takes the time that the split saves.
+    If there are at most twice as many inputs as outputs, adding the summands takes as much time as the split saves.
     """
     is_large = MAX_ROWS // 2 < len(x) <= MAX_ROWS and weight.numel() > FEW_WEIGHTS
     return is_large and weight.shape[1] > 2 * len(weight) and x.dtype != torch.float32 and has_hopper_kernels()
 
 
 def choose_split_k(x: torch.Tensor, weight: torch.Tensor, max_split_k: int) -> int:
-    """Return the best `split_k` up to `max_split_k` for `split_k_gemm`, or 0 if the library is faster."""
+    """Return the best `split_k` up to `max_split_k` for `split_k_gemm`, or 0 if cuBLAS should compute the matmul."""
     (m, k), n = x.shape, weight.shape[0]
     if not has_tma(x.device) or x.dtype == torch.float32 or not 0 < m <= MAX_ROWS or k % 8:
         return 0
@@ -130,8 +133,8 @@ def scaled_tiles(num_rows: int, columns: int, sms: int) -> Tiles:
     """Return the tiles for 8-bit weights. `columns` is the number of outputs times the number of splits.
 
     A multiprocessor runs two programs at a time. If there is at most one program per multiprocessor, each program keeps
-    more loads in flight. For 17 to 64 rows, the width of the tiles is doubled if more than 90% of the multiprocessors
-    then get one tile, and none gets two. Tiles of double width halve the reads of x.
+    more loads in flight. For 17 to 64 rows, tiles get double width if more than 90% of the multiprocessors still get
+    one such tile, and none gets two. Tiles of double width halve the reads of x.
     """
     tile_m = tile_m_of(num_rows)
     tile_n = 2 * TILE_N if 16 < num_rows <= 64 and 0.9 * sms < columns / (2 * TILE_N) <= sms else TILE_N
@@ -156,11 +159,11 @@ def split_k_gemm(
 ) -> torch.Tensor:
     """Store summands of x W^T in `out` [split_k, M, N], and return `out`. The operands are x [M, K] and W [N, K].
 
-    W may consist of 8-bit values and scales [N / block rows, K / block columns], with blocks of at least 32 columns. In
-    this case, x may be quantized to e4m3 on GPUs with FP8 units. If x is not quantized, the kernel converts 8-bit
-    weights to the dtype of x. All tensors are contiguous, and the size of a row is a multiple of 16 bytes. The results
-    of `adapters` are added to the first summand. Then there are at most 16 rows of 16 bits, and the numbers of outputs
-    of all parts are multiples of TILE_N.
+    W may consist of 8-bit values and scales [N / block rows, K / block columns], with blocks of at least 32 columns. If
+    W has 8-bit values, x may be quantized to e4m3 on GPUs with FP8 units. If x is not quantized, the kernel converts
+    8-bit weights to the dtype of x. All tensors are contiguous, and the size of a row is a multiple of 16 bytes. The
+    results of `adapters` are added to the first summand. With `adapters`, x has 16-bit elements and at most 16 rows,
+    and the numbers of outputs of all parts are multiples of TILE_N.
     """
     is_scaled = isinstance(weight, tuple)
     if not is_scaled and split_k > 1 and _is_for_hopper(x, weight):

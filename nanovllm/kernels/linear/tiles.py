@@ -27,7 +27,7 @@ class Tiles(NamedTuple):
 class Shape(NamedTuple):
     """The number of inputs of a matmul, and the number of inputs that share a scale, as a compile-time constant.
 
-    Without scales, a block is one row of the weight, so that one kernel works for all numbers of outputs.
+    Without scales, a block is one row of the weight, so that one compiled kernel works for all numbers of outputs.
     """
 
     k: int
@@ -90,7 +90,7 @@ def as_loadable(values: torch.Tensor) -> torch.Tensor:
 
 
 def block_shape(values: torch.Tensor, scales: torch.Tensor | None) -> tuple[int, int]:
-    """Return the size (rows, columns) of a weight's scale blocks. Without scales, it is (1, K)."""
+    """Return the size (rows, columns) of a weight's scale blocks. Without scales, the size is (1, K)."""
     if scales is None:
         return 1, values.shape[-1]
     return values.shape[-2] // scales.shape[-2], values.shape[-1] // scales.shape[-1]
@@ -151,7 +151,7 @@ def scales_of_rows(scale_ptr, first_n, N, STRIDE: tl.constexpr, BLOCK_N: tl.cons
 
 @triton.jit
 def scales_of_x(x_scale_ptr, begin, row, is_row, stride, GROUP: tl.constexpr):
-    """Load the scales [1, TILE_M] of rows of x. They belong to GROUP inputs from `begin` on. The default is 1."""
+    """Load the scales [1, TILE_M] of rows of x. The scales belong to GROUP inputs from `begin` on. The default is 1."""
     if x_scale_ptr is None:
         scales = tl.full([row.shape[0]], 1.0, tl.float32)
     else:
@@ -163,8 +163,8 @@ def scales_of_x(x_scale_ptr, begin, row, is_row, stride, GROUP: tl.constexpr):
 def times_scales(y, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES: tl.constexpr, WHOLE: tl.constexpr):
     """If the weight has scales, multiply y [tile_n, M] by the scales of the weight's rows and of x's rows.
 
-    If WHOLE is set, apply only the scales of whole rows. Otherwise, apply only the scales of the group of inputs at
-    `begin`.
+    If WHOLE is set, apply only the scales of whole rows. If WHOLE is not set, apply only the scales of the group of
+    inputs at `begin`.
 
     `x_scales` is (pointer, rows, mask of existing rows, stride between groups). `w_scales` is (pointer, first row, end
     row).

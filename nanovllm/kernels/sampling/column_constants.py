@@ -10,7 +10,7 @@ WIDTH = tl.constexpr(sampling_columns.WIDTH)
 
 
 def column_constants(*names: str) -> list[tl.constexpr]:
-    """Return column indices as constants. Kernels can read such constants as global variables."""
+    """Return column indices as constants. Kernels can read the constants as global variables."""
     return [tl.constexpr(column_index(name)) for name in names]
 
 
@@ -21,7 +21,7 @@ TEMPERATURE, TOP_K, TOP_P, MIN_P = column_constants("temperature", "top_k", "top
 def is_filtered(params_ptr):
     """Return whether a row is sampled with min-p, top-k or top-p.
 
-    These filters need the logits of the whole vocabulary.
+    Min-p, top-k and top-p need the logits of the whole vocabulary.
     """
     has_filter = (
         (tl.load(params_ptr + TOP_K) > 0) | (load_float(params_ptr, TOP_P) < 1) | (load_float(params_ptr, MIN_P) > 0)

@@ -1,8 +1,9 @@
 """Computes the cutoffs of top-k, top-p and min-p without sorting (definition: layers/sampler.py).
 
-The vocabulary is divided into tiles. Only a few tiles contain logits above a bound, and the maxima of the tiles show
-which. A search finds the smallest logit that the filters keep. Each iteration divides the remaining interval into four
-parts. If only some of the tokens with that logit are kept, one more pass finds the last kept token.
+The vocabulary is divided into tiles. Only a few tiles contain logits above a bound. The maximum of a tile shows whether
+the tile contains any such logit. A search finds the smallest logit that the filters keep. Each iteration divides the
+remaining interval into four parts. If only some of the tokens with the smallest kept logit are kept, one more pass
+finds the last kept token.
 """
 
 from typing import NamedTuple
@@ -62,7 +63,8 @@ def _weight(x, row):
 def _sum_above(row, bound_1, bound_2, bound_3, BY_MASS: tl.constexpr):
     """For each of three ascending bounds, return the number of logits that are >= the bound.
 
-    If BY_MASS is set, return the sums of these logits' weights exp((logit - max) / temperature) instead.
+    If BY_MASS is set, return the sum of the logits' weights exp((logit - max) / temperature) instead of the number of
+    logits.
     """
     num_listed = _list_tiles(row, bound_1)
     sum_1 = tl.zeros([GROUP, TILE], tl.float32)
@@ -78,7 +80,10 @@ def _sum_above(row, bound_1, bound_2, bound_3, BY_MASS: tl.constexpr):
 
 @triton.jit
 def _key(x, LOW: tl.constexpr):
-    """Round a number down to the logits' dtype. Return its position among all numbers of that dtype."""
+    """Round a number down to the dtype of the logits.
+
+    Return the position of the result among all numbers of the dtype.
+    """
     return (ordered_bits(x.to(tl.int32, bitcast=True)) >> LOW).to(tl.int64)
 
 
@@ -105,8 +110,8 @@ def _probe(quarters, iteration, low, high, row, LOW: tl.constexpr):
 def _search(row, lower_bound, target, BY_MASS: tl.constexpr, LOW: tl.constexpr):
     """Find the smallest number >= `lower_bound` such that fewer than `target` logits exceed it.
 
-    If BY_MASS is set, the sum of the weights of these logits (see `_sum_above`) must be less than `target`. Return the
-    number that was found, and the count (or the sum of the weights) of the logits above it.
+    If BY_MASS is set, the weights (see `_sum_above`) of the logits above the number must add up to less than `target`.
+    Return the number that was found, and the count (or the sum of the weights) of the logits above it.
     """
     low, high = _key(lower_bound, LOW), _key(row.max, LOW)
     above = 0.0  # the amount above `high`
@@ -225,7 +230,7 @@ def _cutoff_kernel(
 
 
 def logit_cutoffs(logits: torch.Tensor, rows) -> torch.Tensor:
-    """Return, as int64 [S], the smallest key (see token_order.py) that min-p, top-k and top-p keep in each row.
+    """Return the smallest key (see token_order.py) that min-p, top-k and top-p keep in each row, as int64 [S].
 
     `logits` is [S, vocabulary], and `rows` is a `SamplingRows` (layers/sampler.py). A row without filters gets the
     smallest possible key.

@@ -1,9 +1,9 @@
-"""Logit biases, penalties, allowed ids and bad words, as defined in features/logit_edits.py.
+"""Applies logit biases, penalties, allowed ids and bad words, as defined in features/logit_edits.py.
 
 Each program processes one row at a time. The program has one counter per token id, which starts at zero. First, the
 program counts the row's tokens. Then each thread atomically reads a token's counter and sets the counter to zero. The
-first thread that does this for a token gets the token's count, and edits the token's logit. At the end, all counters
-are zero again. The kernel skips rows whose logits need no edit.
+first thread that reads the counter of a token gets the token's count, and edits the token's logit. At the end, all
+counters are zero again. The kernel skips rows whose logits need no edit.
 """
 
 from typing import NamedTuple

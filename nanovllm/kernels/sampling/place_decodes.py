@@ -1,10 +1,10 @@
-"""Kernels that compute the positions and cache slots of a decode step's tokens. They also store sampled tokens.
+"""Kernels that compute the positions and cache slots of a decode step's tokens. The kernels also store sampled tokens.
 
 `place_decodes` and `accept` are defined in batches/request_tables.py, and `place_chains` in spec_decode/rows.py.
 
-All these kernels are ordinary launches. Before attention waits, it reads the slots, lengths and block tables that
-`place_decodes` has written. This early read is safe, because the embedding kernel runs between `place_decodes` and
-attention, and is an ordinary launch (see dependent_launch.py).
+All kernels in this file are ordinary launches. Before attention waits, it reads the slots, lengths and block tables
+that `place_decodes` has written. The early reads of attention are safe, because the embedding kernel, an ordinary
+launch, runs between `place_decodes` and attention (see dependent_launch.py).
 """
 
 import torch

@@ -15,7 +15,7 @@ SPLIT_SIZE = 2048
 
 
 class Splits(NamedTuple):
-    """How a row of logits is split. Each program reads one split. This is a compile-time constant.
+    """Describes how a row of logits is split, as a compile-time constant. Each program reads one split.
 
     Noise is generated for four tokens at a time, so the first split begins at a multiple of four.
     """
@@ -29,7 +29,7 @@ class Splits(NamedTuple):
 def _log(x, HARDWARE: tl.constexpr):
     """Return the natural logarithm.
 
-    If HARDWARE is set, use the log2 instruction. It has an error of 2^-22, and saves a dozen instructions.
+    If HARDWARE is set, use the log2 instruction. The instruction has an error of 2^-22, and saves a dozen instructions.
     """
     if HARDWARE:
         asm: tl.constexpr = "lg2.approx.ftz.f32 $0, $1;"

@@ -3,7 +3,7 @@
 The kernel is written in Gluon. Two warpgroups multiply, one warp loads, two warps store, and one warp looks up tiles.
 
 A tile has 128 rows of one expert and 256 outputs. Each warpgroup multiplies 64 rows. Multiplying a tile takes only 10
-microseconds. Meanwhile, other warps store the 64 KiB of the previous tile, and look up the next tile.
+microseconds. In this time, other warps store the 64 KiB of results of the previous tile, and look up the next tile.
 """
 
 from typing import NamedTuple
@@ -53,7 +53,7 @@ def _get(fields, i: gl.constexpr):
 
 @gluon.jit
 def _look_up(table_ptr, num_tiles, num_blocks, lookup):
-    """Run the warp that looks up the next tile. Meanwhile, the other warps work on the current tile."""
+    """Run the warp that looks up the next tile, while the other warps work on the current tile."""
     fields, full, empty = lookup
     per_group = GROUP * num_blocks
     use = 0
@@ -109,7 +109,10 @@ def _load(x_tiles, w_tiles, num_blocks, lookup, rings, PLAN: gl.constexpr):
 
 @gluon.jit
 def _load_pairs(pairs_ptr, tile, rows):
-    """Load the pair indices (see moe_routing.py) of a tile's `rows`. A row that does not exist gets 0."""
+    """Load the pair indices (see moe_routing.py) of a tile's `rows`.
+
+    A row that does not exist gets the pair index 0.
+    """
     expert, _, first_row, end_row = tile
     return gl.load(pairs_ptr + first_row + rows, (first_row + rows < end_row) & (expert >= 0), 0)
 

@@ -124,7 +124,7 @@ def packed_rows(
 
     x [rows, K] has 16 bits. The rows of x are in the order of `rows`. If x has a single row, all pairs use this row.
     `weight` is a stack of Packed weights [experts, N, K] with contiguous groups. If `out` is [top_k, T, N], results are
-    multiplied by the routing weights. Otherwise, `out` is [rows, N].
+    multiplied by the routing weights. If `out` is [rows, N], the routing weights are not used.
     """
     (num_tokens, top_k), n = routing.weights.shape, out.shape[-1]
     tile = packed_expert_tile(rows.tile_m, len(rows.table), n, num_sms(x.device))

@@ -1,4 +1,4 @@
-"""Selects kernels by the number of tokens: kernels of a mixture of experts, and of the norm before the router."""
+"""Selects the kernels for a mixture of experts and for the norm before the router, by the number of tokens."""
 
 from functools import partial
 
@@ -43,7 +43,10 @@ def sum_by_gemm(x, experts, weights, expert_ids, packed=packed_experts):
 
 
 def expert_linear(x, experts, name, expert_ids):
-    """Multiply each row of x [P, inputs] by its expert's weight. This is the second GEMM with `top_k` = 1."""
+    """Multiply each row of x [P, inputs] by its expert's weight.
+
+    The result equals that of the second GEMM of moe_gemm.py with `top_k` = 1.
+    """
     if len(x) == 0:
         return NotImplemented
     is_down, form = name == "down_proj", experts.format
@@ -78,9 +81,10 @@ def _parts(rows, routing, experts, packed):
 
 
 def _by_gemv(x, layer, slot_mapping):
-    """Compute the experts with matrix-vector kernels. For a single row, these kernels also compute the norm.
+    """Compute the experts with matrix-vector kernels.
 
-    If weights have 8 bits, another kernel computes the norm (scaled_gemv.py explains why).
+    For a single row, the matrix-vector kernels also compute the norm. If the weights have 8 bits, another kernel
+    computes the norm for the experts (scaled_gemv.py explains why).
     """
     gate, experts = layer.gate.weight, layer.experts
     summands = x.summands() if len(x) == 1 else None

@@ -1,10 +1,10 @@
 """Mixture of experts for many tokens: grouped GEMMs over rows sorted by expert (moe_routing.py).
 
-If weights have 8 bits, GPUs with FP8 units quantize the inputs of both GEMMs to e4m3. Other GPUs convert the weights to
-the dtype of x.
+If weights have 8 bits, GPUs with FP8 units quantize the inputs of both GEMMs to e4m3. Other GPUs convert 8-bit weights
+to the dtype of x.
 
-A token has `top_k` results. The results are stored separately, and the next norm adds them. Adding the results here
-would need atomic additions, whose order changes from run to run.
+A token has `top_k` results. The results are stored separately, and the next norm adds them. Adding the results in the
+GEMM would need atomic additions, whose order changes from run to run.
 """
 
 from typing import NamedTuple
@@ -39,7 +39,7 @@ MAX_SCALED_TILE_M = 64
 def choose_tile_m(num_pairs: int, num_experts: int, is_scaled: bool = False) -> int:
     """Return the smallest TILE_M that is at least 1.5 times the mean number of rows per expert. The maximum is 128.
 
-    If tiles were smaller, an expert's weights would be read more often. If there are scales, TILE_M is at most
+    If tiles were smaller, an expert's weights would be read more often. If the weights have scales, TILE_M is at most
     MAX_SCALED_TILE_M.
     """
     tile_m = next((size for size in (16, 32, 64) if 2 * size * num_experts >= 3 * num_pairs), 128)
@@ -74,8 +74,8 @@ def _grouped_kernel(
 ):
     """Each program computes `tile_n` outputs of at most TILE_M rows of one expert.
 
-    If IS_GATED, the kernel computes the first GEMM and the activation. In the first GEMM, x is in the order of tokens,
-    so the kernel gathers rows one by one, and `x_tiles` is a plain pointer.
+    If IS_GATED is set, the kernel computes the first GEMM and the activation. In the first GEMM, x is in the order of
+    tokens, so the kernel gathers rows one by one, and `x_tiles` is a plain pointer.
     """
     gdc_launch_and_wait(PDL)
     weights_ptr, pairs_ptr, table_ptr = routing_ptrs
@@ -192,8 +192,8 @@ def moe_gemm(
     Return `out` [top_k, T, hidden], which the caller sums over the first dimension. Results of other ranks' experts are
     not written. `gate_up` is [experts, 2 * size, hidden], and `down` is [experts, hidden, size]. All tensors are
     contiguous, and the size of a row is a multiple of 16 bytes. If an 8-bit weight is [experts, N, K], its scales are
-    [experts, N / block rows, K / block columns]. A block has at least 32 columns. If `quantize` is True, activations
-    are quantized to e4m3. `biases` are [experts, 2 * size] and [experts, hidden].
+    [experts, N / block rows, K / block columns]. A scale block has at least 32 columns. If `quantize` is True,
+    activations are quantized to e4m3. `biases` are [experts, 2 * size] and [experts, hidden].
     """
     is_scaled = isinstance(down, tuple)
     num_local, hidden, size = (down[0] if is_scaled else down).shape
@@ -236,8 +236,8 @@ def sum_local_parts(
 ) -> torch.Tensor:
     """Add up the results [top_k, T, hidden] of this rank's experts. Return the sum [T, hidden] in `out`.
 
-    If there is a single rank, the next norm adds the results instead. If there are several ranks, the norm would have
-    to read `top_k` times as much from each rank.
+    On a single rank, the next norm can add the results instead. On several ranks, the norm would have to read `top_k`
+    times as much from each rank.
     """
     top_k, num_tokens, n = parts.shape
     out = torch.empty_like(parts[0]) if out is None else out

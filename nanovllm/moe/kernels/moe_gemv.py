@@ -1,6 +1,6 @@
 """Mixture of experts for a few tokens: matrix-vector multiplications with the chosen experts' weights.
 
-If weights have 8 bits, a thread loads LANE adjacent values together. These values are in the same scale block.
+If weights have 8 bits, a thread loads LANE adjacent values of one scale block together.
 """
 
 from typing import NamedTuple
@@ -257,11 +257,11 @@ def moe_gemv(
     out=None,
     activation: tuple | None = None,
 ) -> torch.Tensor:
-    """Compute this rank's experts for x [T, hidden], where T > 0. Return their sum in `out` [T, hidden].
+    """Compute this rank's experts for x [T, hidden], where T > 0.
 
-    `gate_up` [experts, 2 * size, hidden] and `down` [experts, hidden, size] are the weights of this rank's experts,
-    from `first_expert` on. `norm` is (weight [hidden], eps) of an RMSNorm, which is applied to x first. All tensors are
-    contiguous.
+    Return the weighted sum of the experts' outputs in `out` [T, hidden]. `gate_up` [experts, 2 * size, hidden] and
+    `down` [experts, hidden, size] are the weights of this rank's experts, from `first_expert` on. `norm` is (weight
+    [hidden], eps) of an RMSNorm, which is applied to x first. All tensors are contiguous.
     """
     (num_tokens, top_k), kernels = routing.expert_ids.shape, (_gate_up_gemv_kernel, _down_gemv_kernel)
     tile = GATE_UP_TILE

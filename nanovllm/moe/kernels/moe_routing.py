@@ -52,7 +52,7 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _load_logits(ptr, is_inside, part_size, SPLIT_K: tl.constexpr):
-    """Load the logits, adding up the SPLIT_K summands of each."""
+    """Load the logits. Each logit is the sum of SPLIT_K summands."""
     logits = tl.load(ptr, is_inside, float("-inf")).to(tl.float32)
     for part in tl.static_range(1, SPLIT_K):
         logits += tl.load(ptr + part * part_size, is_inside, 0.0).to(tl.float32)
@@ -140,12 +140,12 @@ def route(
     """Choose `top_k` experts for each token by a float32 softmax, and append the `num_shared` shared experts.
 
     The softmax covers all experts that are not shared. `logits` [split_k, T, experts] contains summands, which are
-    added over the first dimension. T must be positive. `bias` [experts] is added to the sum. Only models without shared
-    experts have a `bias`. If `renormalize` is True, the weights of the chosen experts add up to 1. Finally, the weights
-    are multiplied by `factors` [experts]. If experts have equal logits, the lowest id comes first. `torch.topk` defines
-    no order for equal logits. Tokens with a negative slot are padding. Padding gets the experts of the first token, so
-    that no additional weights are read. Shared experts have the last ids, and their weights are the sigmoids of their
-    logits.
+    added over the first dimension. T must be positive. `bias` [experts] is added to the sums. Only models without
+    shared experts have a `bias`. If `renormalize` is True, the weights of the chosen experts add up to 1. Finally, the
+    weights are multiplied by `factors` [experts]. If experts have equal logits, the lowest id comes first. `torch.topk`
+    defines no order for equal logits. Tokens with a negative slot are padding. Padding gets the experts of the first
+    token, so that no additional weights are read. Shared experts have the last ids, and their weights are the sigmoids
+    of their logits.
     """
     split_k, num_tokens, num_logits = logits.shape
     num_experts, shape = num_logits - num_shared, (num_tokens, top_k + num_shared)
@@ -176,7 +176,7 @@ def _load_keys(ids_ptr, pair, num_pairs, first_expert, SIZES: tl.constexpr):
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_pairs", "first_expert"])
 def _count_kernel(ids_ptr, rows_ptr, num_pairs, first_expert, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """Each program stores where each expert's rows begin in one share of the pairs, and how many there are.
+    """For one share of the pairs, each program stores where each expert's rows begin, and the number of these rows.
 
     The result is [2, bins, shares].
     """
@@ -196,7 +196,7 @@ def _count_kernel(ids_ptr, rows_ptr, num_pairs, first_expert, SIZES: tl.constexp
 def _scan_kernel(rows_ptr, num_shares, SIZES: tl.constexpr, PDL: tl.constexpr):
     """Each program handles one expert. The expert's number of rows is stored in the field of the first share.
 
-    For each share, store how many rows of other shares sort before the share's rows of this expert.
+    For each share of the pairs, store how many rows of other shares sort before the share's rows of the expert.
     """
     gdc_launch_and_wait(PDL)
     share = tl.arange(0, MAX_SHARES)
@@ -212,7 +212,7 @@ def _scan_kernel(rows_ptr, num_shares, SIZES: tl.constexpr, PDL: tl.constexpr):
 def _sort_kernel(in_ptrs, out_ptrs, num_pairs, first_expert, num_tiles, tile_m, SIZES: tl.constexpr, PDL: tl.constexpr):
     """The first program writes the table of tiles, and each other program writes the rows of a block of pairs.
 
-    The row of a pair is the number of pairs that sort before it.
+    The row of a pair is the number of pairs that sort before that pair.
     """
     gdc_launch_and_wait(PDL)
     ids_ptr, rows_ptr = in_ptrs
@@ -254,7 +254,7 @@ def max_tiles(num_pairs: int, num_experts: int, tile_m: int) -> int:
 
 
 def sort_by_expert(expert_ids: torch.Tensor, first_expert: int, num_experts: int, tile_m: int) -> ExpertRows:
-    """Return the rows and tiles of `num_experts` experts. The first of them is `first_expert`.
+    """Return the rows and tiles of `num_experts` experts, from `first_expert` on.
 
     `expert_ids` is [T, top_k] int32. T must be positive. An expert's rows are sorted by pair index. The sizes of the
     results depend only on shapes, so the last entries of `pairs` may stay unwritten.

@@ -1,7 +1,8 @@
 """Mixture of experts with 4-bit weights: the grouped GEMMs of moe_gemm.py. Any number of tokens is supported.
 
 On Hopper, the GEMMs are Gluon kernels, which need rows sorted by expert. Separate kernels sort the rows of x and
-compute the activation. On other GPUs, many rows are multiplied by moe_gemm.py, after the weights were converted.
+compute the activation. On other GPUs, moe_gemm.py multiplies many rows, after a kernel has converted the weights to the
+dtype of x.
 """
 
 import torch
@@ -45,7 +46,7 @@ def _packed_grouped_kernel(
 ):
     """Each program computes `tile_n` outputs of at most `tile_m` rows of one expert.
 
-    If IS_GATED, the kernel computes the first GEMM and the activation. x is then in the order of tokens.
+    If IS_GATED is set, the kernel computes the first GEMM and the activation, and x is in the order of tokens.
     """
     gdc_launch_and_wait(PDL)
     weights_ptr, pairs_ptr, table_ptr = routing_ptrs
@@ -160,7 +161,10 @@ def _by_hopper_kernels(
 def _with_converted_weights(
     x: torch.Tensor, routing: Routing, gate_up, down, first_expert: int, biases: tuple, activation
 ) -> torch.Tensor:
-    """Compute `moe_gemm` with converted weights. Few experts' weights are converted at a time, to fit into a buffer."""
+    """Compute `moe_gemm` with converted weights.
+
+    The weights of a few experts at a time are converted, so that they fit into a buffer.
+    """
     num_local, hidden, _ = down.words.shape
     out = x.new_empty(routing.weights.shape[1], len(x), hidden)
     step = max(1, MAX_CONVERTED_BYTES // (3 * hidden * down.k * x.itemsize))
