@@ -1,6 +1,7 @@
 """Serves Anthropic's API, `/v1/messages`. Requests are translated to chat requests, and answers are translated back.
 
-Each supported content type has a class here. Other types, such as documents, are refused; the error names the type.
+Each supported content type has a class in this file. Other types, such as documents, are refused; the error names the
+type.
 """
 
 import asyncio

@@ -42,7 +42,10 @@ SMALL_CACHE_MESSAGE = (
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run a command, and exit with its status: 2 for an invalid command line or setting."""
+    """Run a command, and exit with the command's status.
+
+    The status 2 means that the command line or a setting is invalid.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         if arguments and arguments[0] == "bench":  # this command parses its arguments itself

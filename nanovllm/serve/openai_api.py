@@ -169,7 +169,7 @@ class Api:
         return prompt
 
     def model_name(self, name: str | None) -> str:
-        """Return the model name for an answer. Raises ApiError if this server does not have the model."""
+        """Return the model name to put into an answer. Raises ApiError if this server does not have the model."""
         if name is not None and name not in self.model_names and name not in self.adapters.by_name:
             served = ", ".join(map(repr, islice((*self.model_names, *self.adapters.by_name), 8)))
             problem = f"model {name!r:.80} is not served here; the server has {served}"

@@ -84,7 +84,7 @@ def _makes_text(params: SamplingParams) -> bool:
 
 
 class FrontClient(EngineClient):
-    """The engine client of a front. Everything sent within one iteration of the event loop goes into one message."""
+    """The engine client of a front. Everything that one iteration of the event loop sends goes into one message."""
 
     reads_adapters = False  # the engine's process has read them; a front's first message says that the front listens
 
