@@ -1,4 +1,4 @@
-"""Makes waiting fair. If a client has many slow requests, they wait for each other, but do not delay other clients."""
+"""Makes waiting fair. The slow requests of one client wait for each other, but do not delay other clients."""
 
 import asyncio
 from collections import deque
@@ -20,9 +20,9 @@ class ClientTurns:
         self._turns: WeakValueDictionary[Hashable, asyncio.Semaphore] = WeakValueDictionary()  # only semaphores in use
 
     async def run(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Run `call` when the client has a free turn.
+        """Wait until fewer than `num_turns` calls of the client run, then run `call`.
 
-        If the client disconnects, `call` continues and keeps its turn.
+        If the client disconnects, `call` continues, and still counts as a running call.
         """
         turn = self._turns.setdefault(CLIENT.get(), asyncio.Semaphore(self._num_turns))
         await turn.acquire()
@@ -34,9 +34,9 @@ class ClientTurns:
 class LoopTurns:
     """Admits a few tasks in each iteration of the event loop, in order of arrival.
 
-    An iteration admits as many tasks as fit into half the duration of the previous iteration, but at least `least` and
-    at most `most`. The duration of a task is estimated as `seconds`. If the number were fixed, tasks would wait too
-    long when other work makes iterations long.
+    An iteration admits as many tasks as fit into half the duration of the previous iteration, but at least `least`
+    tasks and at most `most`. The duration of a task is estimated as `seconds`. With a fixed number of tasks, tasks
+    would wait too long when other work makes iterations long.
     """
 
     def __init__(self, least: int, most: int = 0, seconds: float = 1.0):

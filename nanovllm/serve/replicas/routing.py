@@ -27,7 +27,7 @@ class Router(Protocol):
         ...
 
     def forget(self, replica: int) -> None:
-        """Record that the replica was lost and its cache is empty."""
+        """Record that the replica was lost, and that its cache is empty."""
         ...
 
 
@@ -82,10 +82,10 @@ class PrefixRouter:
     is too high, or if no replica has cached a prefix, the router chooses the least loaded replica. If loads are equal,
     the router chooses the replica that has received the fewest requests so far.
 
-    The router does not ask replicas what they have cached. Instead, it computes the same hashes as the block manager,
-    in a chain over full blocks of `block_size` tokens. For each replica, the router remembers the hashes of prompts and
-    answers in an LRU list. The list has at most `max_blocks` hashes, one for each cache block. A hash occupies about
-    150 bytes.
+    The router does not ask replicas what they have cached. Instead, it computes the same chain of hashes as the block
+    manager, with one hash for each full block of `block_size` tokens. For each replica, the router remembers the hashes
+    of prompts and answers in an LRU list. The list has at most `max_blocks` hashes, one for each cache block. A hash
+    occupies about 150 bytes.
     """
 
     def __init__(
