@@ -74,7 +74,7 @@ class RequestOutputKind(Enum):
 
 
 class StructuredOutputsParams(dict):
-    """A dict for `SamplingParams.structured_outputs`. It has the attributes of vLLM's class."""
+    """A dict for `SamplingParams.structured_outputs`, with the same attributes as vLLM's StructuredOutputsParams."""
 
     def __init__(self, **options: Any):
         """Accept one of `json`, `regex`, `choice`, `grammar` and `json_object`, plus vLLM's other options.

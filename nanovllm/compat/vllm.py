@@ -1,7 +1,7 @@
 """Implements vLLM's interface for offline generation.
 
 Import names from this module, for example `from nanovllm.compat.vllm import LLM, SamplingParams`. If a program imports
-vLLM itself, call `install()` first. After that call, `import vllm` returns this module. Importing a submodule of vLLM
+vLLM itself, call `install()` first. After `install()`, `import vllm` returns this module. Importing a submodule of vLLM
 that is listed in MODULES also returns this module. The use of a name that this module lacks raises ImportError or
 AttributeError.
 """
@@ -42,7 +42,10 @@ VLLMValidationError = ValueError
 
 
 class NCCLWeightTransferEngine:
-    """A placeholder that can't be used. In vLLM, this class sends weights to a server. TRL always imports it."""
+    """A placeholder that raises an error if it is used. In vLLM, this class sends weights to a server.
+
+    TRL always imports it.
+    """
 
     def __init__(self, *args: Any, **options: Any):
         raise NotImplementedError("weights are sent by NCCL to vLLM's server only: here, call LLM.load_weights")
@@ -99,7 +102,7 @@ class VllmDistribution(Distribution, DistributionFinder):
 
 
 def install() -> None:
-    """Make `import vllm` return this module. Imports of the submodules in MODULES then return this module too."""
+    """Make this module the result of `import vllm`, and of imports of the submodules in MODULES."""
     module = sys.modules[__name__]
     sys.modules.update(dict.fromkeys(["vllm", *(f"vllm.{name}" for name in MODULES.split())], module))
     sys.meta_path.insert(0, VllmDistribution())

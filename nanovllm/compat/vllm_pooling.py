@@ -39,7 +39,7 @@ class PoolingParams(pooling_params.PoolingParams):
 class PooledData:
     """The data of an embedding, score or class output.
 
-    For each task, vLLM has a class with some of the attributes.
+    In vLLM, each task has its own class, with some of this class's attributes.
     """
 
     embedding: list[float]

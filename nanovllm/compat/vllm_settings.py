@@ -1,4 +1,4 @@
-"""Lists the settings of vLLM's engine (up to version 0.26) that this engine lacks."""
+"""Lists the settings of vLLM's engine (up to version 0.26) that nano-vllm's engine lacks."""
 
 from collections.abc import Collection
 from numbers import Real
@@ -170,7 +170,7 @@ def translate(settings: dict[str, Any], known: Collection[str]) -> dict[str, Any
 
 
 def _offloaded_bytes(transfer: dict[str, Any]) -> float:
-    """Return the bytes of host memory that a `kv_transfer_config` asks for, over all ranks.
+    """Return the bytes of host memory that a `kv_transfer_config` asks for, summed over all ranks.
 
     The default is 0.
     """

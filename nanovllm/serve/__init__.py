@@ -14,7 +14,7 @@ __all__ = ["AsyncLLM", "EngineDeadError", "QueueFullError"]
 def __getattr__(name: str) -> Any:
     """Import a name in `__all__` on first use.
 
-    Therefore, the command line can print help without importing the engine.
+    The late import lets the command line print help without importing the engine.
     """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -52,7 +52,7 @@ def _bound_socket(family: int, address: Any, is_shared: bool) -> socket.socket:
 def reserved_address(settings: ServerSettings) -> Iterator[socket.socket]:
     """Keep a `listening_socket` open during a `with` block.
 
-    After the block, remove the file of a Unix domain socket.
+    At the end of the block, remove a Unix domain socket's file.
     """
     with listening_socket(settings) as listener:
         try:

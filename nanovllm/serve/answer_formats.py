@@ -52,7 +52,10 @@ class Formats(NamedTuple):
         return params
 
     def budget_params(self, body: GenerationBody) -> dict[str, Any]:
-        """Return the parameters that a reasoning budget needs. Raises ApiError if the reasoning format is unknown."""
+        """Return the sampling parameters that a reasoning budget needs.
+
+        Raises ApiError if the reasoning format is unknown.
+        """
         if (budget := body.thinking_token_budget) in (None, -1):
             return {}
         problem = f"thinking_token_budget={budget}: this model's reasoning format is unknown: see --reasoning-parser"

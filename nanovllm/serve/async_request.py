@@ -63,7 +63,7 @@ class AsyncRequest:
     async def next_events(self) -> list[StreamEvent]:
         """Wait for new events, and merge them into one event per answer.
 
-        The returned list is empty if no events follow.
+        The returned list is empty if the request has no further events.
         """
         while not (self._events or self.final):
             await self._wait()

@@ -236,8 +236,8 @@ def _message(message: Message, sent: dict[str, Any], index: int, pixels: Mapping
 def _image_part(part: Mapping[str, Any], pixels: Mapping[str, int]) -> dict[str, Any]:
     """Return an image part without unknown entries.
 
-    The returned part has the type `image_url`. A string in such a part is never used as a path, so no request can read
-    a file by its path.
+    The returned part has the type `image_url`. A string in an `image_url` part is never used as a path, so no request
+    can read a file by its path.
     """
     entries = {**pixels, **image_entries(part)}
     url = next((entries[name] for name in ("image_url", part["type"], "url") if name in entries), "")

@@ -170,7 +170,7 @@ class EngineClient(ABC):
         """Queue a request. The caller reads from the returned object, and finally passes it to `discard`.
 
         Most arguments and all errors are the same as for `generate`. A `prompt` may be a function that makes the prompt
-        in a tokenizer thread. If `in_pieces` is False, the request has a `result` but no events, which saves host time.
+        in a tokenizer thread. If `in_pieces` is False, the request has a `result` but no events, which saves CPU time.
         Requests share cached prefixes only with requests that have the same `cache_salt` and adapter. Beam searches and
         requests with PoolingParams have a `result` but no events. Beam searches do not work with replicas.
         """
@@ -252,7 +252,7 @@ class EngineClient(ABC):
         return (await self._in_lane(tokens_of, prompt))["prompt_token_ids"]
 
     async def render(self, messages: list[Message], template_arguments: Mapping[str, Any]) -> RenderedChat:
-        """Render a conversation in the sandbox, where it can't delay other requests.
+        """Render a conversation in the template sandbox, where a slow template can't delay other requests.
 
         Raises ValueError if rendering takes too long.
         """

@@ -60,7 +60,7 @@ class SequenceView:
 
 @dataclass(slots=True)
 class View:
-    """The state after a number of frames. The web page's script applies frames by the same rules."""
+    """The state after a number of frames. The web page's script applies frames by the same rules as this class."""
 
     engine: dict[str, Any]
     step: int = 0

@@ -38,7 +38,7 @@ def error_response(error: ApiError, path: str, **headers: str) -> Response:
 
 
 def has_route(scope: Scope, method: str) -> bool:
-    """Return True if the application has a route for the request's path and this method."""
+    """Return True if the application has a route for the request's path and the given method."""
     return any(route.matches({**scope, "method": method})[0] is Match.FULL for route in scope["app"].routes)
 
 
@@ -68,7 +68,7 @@ class EventStream(Response):
     """A response of server-sent events. If an error occurs after the first event, the error is sent as an event.
 
     The code that delivers outputs also writes them to the connection, so no task has to wake up. Until the client has
-    read the previous piece, nothing is written, and new events are merged.
+    read the previous piece of the stream, nothing is written, and new events are merged.
     """
 
     def __init__(self, answer: Answer, end: Callable[[], None], until: float):
@@ -145,7 +145,7 @@ class EventStream(Response):
 
 @contextmanager
 def while_connected(connection: Any, until: float) -> Iterator[None]:
-    """Cancel the `with` block, and raise ApiError if the client disconnects, or TimeoutError if the deadline passes.
+    """Cancel the `with` block with an ApiError if the client disconnects, or with a TimeoutError at the deadline.
 
     connection: the BoundedProtocol of the request. The request's body must already have been read.
     until: the deadline, on the event loop's clock.

@@ -83,7 +83,7 @@ class Api:
         return await self.converse(body, request, chat.ChatAnswer)
 
     async def converse(self, body: protocol.ChatBody, request: Request, form: Callable[..., Answer]) -> Response:
-        """Answer a conversation. `form` makes the answer from the arguments of ChatAnswer."""
+        """Answer a conversation. `form` is called with the arguments of ChatAnswer, and makes the answer."""
 
         def prepare() -> Prepared:
             require(body.logprobs or not body.top_logprobs, "top_logprobs: needs logprobs=true")

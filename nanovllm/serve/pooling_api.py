@@ -1,6 +1,7 @@
 """Defines the HTTP routes for embeddings (OpenAI's API), reranking (Cohere's and Jina's APIs) and classification.
 
-A server has one task. If a request is for another task, the error names the server's task.
+Each server has only one task, such as `embed` or `score`. If a request is for another task, the error names the
+server's task.
 """
 
 import asyncio
@@ -188,7 +189,7 @@ class PoolingApi:
 def prepared(body: InputBody, prefix: str = "") -> list[Any]:
     """Return a body's prompts.
 
-    If the body has tokenization options, each returned prompt is a function that tokenizes.
+    If the body has tokenization options, each returned prompt is a function that tokenizes the prompt.
     """
     prompts = [with_prefix(prompt, prefix) for prompt in body.prompts()]
     if body.add_special_tokens is None and body.truncate_prompt_tokens is None:

@@ -74,7 +74,7 @@ async def classify(
 def _cut(prompts: list[Prompt], num_kept: int | None) -> list[Any]:
     """Return functions that tokenize the prompts and cut them to `num_kept` tokens.
 
-    None leaves the prompts unchanged.
+    If `num_kept` is None, return the prompts unchanged.
     """
     return prompts if num_kept is None else [partial(cut_prompt, prompt, num_kept) for prompt in prompts]
 

@@ -76,7 +76,7 @@ def only(*allowed: Any) -> AfterValidator:
 
 
 class Item(BaseModel):
-    """A part of a body. Unknown fields are ignored."""
+    """A part of a request body. Unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=())
 

@@ -27,7 +27,7 @@ class ReasoningParser:
 
     @property
     def is_over(self) -> bool:
-        """Whether the reasoning has ended, so that all further text is content."""
+        """True if the reasoning has ended, so all further text is content."""
         return self._place == "after"
 
     def feed(self, text: str, is_last: bool = False, token_ids: list[int] | None = None) -> tuple[str, str]:

@@ -36,15 +36,15 @@ UNREAD_SECONDS = 120.0  # a connection is reset after this time if its client do
 class RequestLimits:
     """ASGI middleware that checks the host and the API key.
 
-    The middleware reads the body of a request, and limits the body's length and duration. A route's function starts
-    after the whole body has arrived, so it never waits for a client that sends slowly.
+    The middleware reads the body of a request, and limits the body's size and the time to receive it. A route's
+    function starts after the whole body has arrived, so it never waits for a client that sends slowly.
     """
 
     def __init__(
         self, app: Any, settings: ServerSettings, endpoints: Mapping[str, Endpoint], expects_images: bool = False
     ):
-        """endpoints: for each path in this dict, POST requests are answered by the given function, and not by `app`.
-            Each iteration of the event loop admits only a few POST requests, so that a burst does not delay other work.
+        """endpoints: for each path, the function that answers POST requests instead of `app`. Each iteration of the
+            event loop admits only a few POST requests, so that a burst does not delay other work.
         expects_images: True if bodies may be long because of images. If True, long bodies with many commas are refused.
         """
         self._expects_images = expects_images
@@ -227,8 +227,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def _parse(self, data: bytes) -> None:
         """Feed data to the parser. If a request asks for an upgrade, it is parsed again without the upgrade header.
 
-        The parser stops before the body of a request that asks for an upgrade. Therefore, a new parser reads the whole
-        request again. After `connection: close` or an HTTP/1.0 request, the old parser would accept no further request.
+        The parser stops before the body of a request that asks for an upgrade, so a new parser reads the whole request
+        again. The old parser would accept no further request after `connection: close` or an HTTP/1.0 request.
         """
         while data:
             try:

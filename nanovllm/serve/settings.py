@@ -58,8 +58,8 @@ class ServerSettings:
     trust_request_chat_template: allow requests to contain a chat template. A template is a program that runs in
         jinja2's sandbox, in a process that is limited to 2 seconds and 512 MiB per template.
     max_body_bytes: maximum size of a request body; by default 2 MiB, or 32 MiB if the model takes images.
-    max_answers: maximum number of answers per request. A request has as many answers as its number of prompts times
-        `n`.
+    max_answers: maximum number of answers per request. The number of answers of a request is its number of prompts
+        times `n`.
     request_timeout: seconds after which a request is ended, including its time in the queue.
     body_timeout: seconds within which the body of a request must arrive.
     timeout_keep_alive: seconds after which an idle connection is closed; by default the value of the environment
@@ -79,7 +79,8 @@ class ServerSettings:
     uds: the path of a Unix domain socket to listen on instead of `host` and `port`.
     max_queued_requests: maximum number of waiting answers, in addition to the `max_num_seqs` running answers. Further
         requests get the HTTP status 429.
-    data_parallel_size: the number of engines, each on separate GPUs. Several engines run as Ray actors.
+    data_parallel_size: the number of engines, each on separate GPUs. If there are several engines, they run as Ray
+        actors.
     api_server_count: the number of HTTP processes in addition to the engine's process; with 0, the engine's process
         also handles HTTP. The default is 1 on machines with at least 4 cores. The default is 0 on machines with fewer
         cores, with several engines, and with `enable_dev_endpoints`.
@@ -158,11 +159,11 @@ class ServerSettings:
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach the server."""
+        """True if only this machine can reach the server."""
         return self.uds is not None or self.host in ("localhost", "127.0.0.1", "::1")
 
     def hosts(self) -> tuple[str, ...] | None:
-        """Return the accepted values of the Host header, without port. None means that any value is accepted."""
+        """Return the accepted values of the Host header, without the port. None means that any value is accepted."""
         if self.allowed_hosts is None and self.is_local and self.uds is None:  # web pages can't reach a Unix socket
             return LOOPBACK_HOSTS
         return self.allowed_hosts

@@ -268,7 +268,7 @@ class XmlParser(HermesParser):
 
 
 class SeedParser(XmlParser):
-    """Parses the XML of XmlParser, but between `<seed:tool_call>` and `</seed:tool_call>` (Seed-OSS)."""
+    """Parses the same XML as XmlParser, but between `<seed:tool_call>` and `</seed:tool_call>` (Seed-OSS)."""
 
     CALL, CALL_END = "<seed:tool_call>", "</seed:tool_call>"
     markers = (CALL, "<function=")
@@ -276,7 +276,7 @@ class SeedParser(XmlParser):
 
 
 class MistralParser(JsonParser):
-    """Parses a list `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or calls `[TOOL_CALLS]name[ARGS]{...}`.
+    """Parses `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or one `[TOOL_CALLS]name[ARGS]{...}` per call.
 
     An id after `[CALL_ID]` is ignored.
     """
@@ -308,7 +308,8 @@ class DeepSeekParser(JsonParser):
 class HarmonyToolParser(JsonParser):
     """Parses calls in the harmony format (reasoning/harmony.py): messages with a recipient.
 
-    This parser is used if reasoning is not parsed. If reasoning is parsed, a HarmonyParser finds the calls by tokens.
+    This parser is used if reasoning is not parsed. If reasoning is parsed, a HarmonyParser finds the calls by token
+    ids.
     """
 
     markers = ("<|channel|>", "<|start|>")
@@ -549,7 +550,7 @@ def _typed(text: str, schema: Any, key: str) -> Any:
 
 
 def _types_of(schema: Any, root: Any, depth: int = 8) -> set[str]:
-    """Return the types that a schema allows, or an empty set if the schema names none."""
+    """Return the types that a schema allows, or an empty set if the schema names no type."""
     if not isinstance(schema, dict) or depth == 0:
         return set()
     types = schema.get("type")

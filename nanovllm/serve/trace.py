@@ -49,11 +49,11 @@ def trace(llm: LLM, path: str | Path, max_steps: int = 20_000) -> Iterator["Step
 
 
 class StepRecorder:
-    """Makes a frame after each step, and stores the last `max_frames` frames. A frame describes the engine's state.
+    """Makes a frame after each step, and stores the last `max_frames` frames.
 
-    A frame stores only differences. The time to make a frame therefore depends on the numbers of running sequences and
-    changed blocks, not on the size of the cache. Any number of threads may read the frames. Dropped frames are merged
-    into a key frame, where every reader starts.
+    A frame stores how the engine's state differs from the previous frame. The time to make a frame depends on the
+    numbers of running sequences and changed blocks, but not on the size of the cache. Any number of threads may read
+    the frames. Dropped frames are merged into a key frame, where every reader starts.
     """
 
     def __init__(self, llm: LLM, max_frames: int = 512):

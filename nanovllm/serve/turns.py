@@ -35,8 +35,8 @@ class LoopTurns:
     """Admits a few tasks in each iteration of the event loop, in order of arrival.
 
     An iteration admits as many tasks as fit into half the duration of the previous iteration, but at least `least`
-    tasks and at most `most`. The duration of a task is estimated as `seconds`. With a fixed number of tasks, tasks
-    would wait too long when other work makes iterations long.
+    tasks and at most `most`. The estimated duration of a task is `seconds`. With a fixed number, tasks would wait too
+    long when other work makes iterations long.
     """
 
     def __init__(self, least: int, most: int = 0, seconds: float = 1.0):
@@ -46,7 +46,7 @@ class LoopTurns:
         self._begin: float | None = None  # the start of this iteration, if `_next_turn` will be called at its end
 
     async def next(self) -> None:
-        """Wait until it is this task's turn."""
+        """Wait until this object admits the current task."""
         loop = asyncio.get_running_loop()
         if self._begin is None:
             self._begin = perf_counter()

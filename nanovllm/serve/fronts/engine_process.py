@@ -42,8 +42,8 @@ BLOCKED = signal.SIGINT, signal.SIGTERM  # signals that are blocked while a fron
 class FrontPlan(NamedTuple):
     """The data that a front needs to start.
 
-    num_live: the number of live (running or waiting) answers of each front, in shared memory. The total is limited. If
-        several fronts accept requests at the same instant, the total may exceed the limit slightly.
+    num_live: the number of live (running or waiting) answers of each front, in shared memory. The sum over all fronts
+        is limited. If several fronts accept requests at the same instant, this sum may slightly exceed its limit.
     listener: the listening socket, or `None` if each front opens a socket at the address in `settings`.
     """
 
@@ -93,7 +93,7 @@ def _signals_blocked() -> Iterator[None]:
 class Fronts:
     """The fronts of an engine.
 
-    If a front ends, its requests are dropped, and it restarts. Other fronts continue to run.
+    If a front ends, its requests are dropped, and the front restarts. Other fronts continue to run.
     """
 
     def __init__(self, plan: FrontPlan):
@@ -115,7 +115,7 @@ class Fronts:
     def listen(self, make_session: Callable[[Channel], object]) -> None:
         """Tell the fronts that the engine has started, and wait until all of them listen.
 
-        make_session: a function that creates the session that serves a front over its channel.
+        make_session: a function that creates a front's Session from the front's channel.
 
         If a front does not start, raises a ValueError that contains the front's reason. If the front gave no reason,
         raises RuntimeError.

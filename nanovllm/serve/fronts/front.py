@@ -39,7 +39,10 @@ IDS_PER_FRONT = 2**40  # so that request ids are unique among all fronts of an e
 
 
 class FrontRequest(ReplicaRequest):
-    """A request that runs in the engine's process. The front detokenizes, unless the engine needs the text."""
+    """A request that runs in the engine's process.
+
+    The front detokenizes the answers, unless the engine needs their text.
+    """
 
     def __init__(self, request: Any, name: str):
         super().__init__(request, lambda ended: None, name)

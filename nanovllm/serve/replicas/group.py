@@ -50,7 +50,7 @@ class ReplicaGroup:
         max_answers: the maximum number of answers that a replica computes at a time.
         block_size: the number of tokens in a cache block of the replicas.
         router: chooses a replica for each request; `None` selects a PrefixRouter.
-        restart_timeout: seconds after which a restart has failed, including the wait for a GPU or a host.
+        restart_timeout: seconds after which a restart counts as failed, including the wait for a GPU or a host.
         """
         self.replicas = [ReplicaState(i) for i in range(num_replicas)]
         self.error: Exception | None = None  # the error that ended the group

@@ -26,8 +26,8 @@ class NewRequest(NamedTuple):
     prompt_index: the index of the prompt in the call that submitted it.
     kind: DELTA if the replica sends answers in pieces.
     noise_seeds: for each answer, the seed of the sampling noise.
-    generated: for each answer, the tokens that the caller has received from a lost replica. These tokens are not
-        sampled again.
+    generated: for each answer, the tokens that the caller has received from a lost replica. The tokens in `generated`
+        are not sampled again.
     beams: the parameters of a beam search; `None` for other requests.
     pooling: the parameters of a request for a vector; `None` for other requests.
     lora_request: the adapter, if any.

@@ -30,10 +30,10 @@ REORDERED = 4  # prompts are read at most `REORDERED * _window` positions ahead 
 class RayLLM:
     """Works like LLM, but on N engines: `RayLLM(model, num_replicas=N, **settings).generate(prompts, sampling_params)`.
 
-    The calling process checks and tokenizes the prompts, raises the same errors as LLM, and chooses the noise seeds. If
-    the `seed` setting is the same, RayLLM and LLM return the same tokens, unless rounding errors differ. If a request
-    can't be computed, its `finish_reason` is "error", and its `stop_reason` is the error message. ReplicaGroup explains
-    what happens when a replica is lost.
+    The calling process checks and tokenizes the prompts, raises the same errors as LLM, and chooses the seeds of the
+    sampling noise. If the `seed` setting is the same, RayLLM and LLM return the same tokens, unless rounding errors
+    differ. If a request can't be computed, its `finish_reason` is "error", and its `stop_reason` is the error message.
+    The docstring of ReplicaGroup explains what happens when a replica is lost.
 
     The methods are thread-safe. Leaving a `with` block calls `exit`.
     """
@@ -169,7 +169,10 @@ class RayLLM:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def _run(self, requests: list[CompletionRequest], use_tqdm: bool) -> list[RequestOutput]:
-        """Run requests, and return the outputs in order. Methods that RayLLM shares with LLM call this method."""
+        """Run requests, and return the outputs in the order of the requests.
+
+        Methods that RayLLM shares with LLM call this method.
+        """
         outputs: dict[int, RequestOutput] = {}
         bar = progress_bar(len(requests), desc="Generating", dynamic_ncols=True, disable=not use_tqdm)
         with bar as advance:

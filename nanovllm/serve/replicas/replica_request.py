@@ -79,7 +79,7 @@ class ReplicaRequest(AsyncRequest):
         return self.final is not None or self.error is not None
 
     def message(self, replica_index: int) -> NewRequest:
-        """Assign the request to a replica. Return the message for this replica."""
+        """Assign the request to a replica. Return the message for the replica."""
         self.replica_index, self._sent_time = replica_index, time()
         params: Any = self.request.params
         pooling = params if isinstance(params, PoolingParams) else None

@@ -27,7 +27,7 @@ TIMEOUT = 600.0  # seconds that a server may be silent
 class Piece(NamedTuple):
     """The next part of an answer. The last part has a `finish_reason`.
 
-    num_tokens: the number of the answer's tokens so far, including its reasoning.
+    num_tokens: the number of the answer's tokens so far, including the reasoning.
     """
 
     text: str
