@@ -1,1 +1,1 @@
-"""Translates vLLM's names to ours. The engine uses `compat` only to translate settings."""
+"""Translates vLLM's names to nano-vllm's names. The engine uses `compat` only to translate settings."""

@@ -1,4 +1,4 @@
-"""`python -m nanovllm.compat MODULE ...` runs a program that imports vLLM, and substitutes this package for vLLM."""
+"""`python -m nanovllm.compat MODULE ...` runs a program that imports vLLM, with this package instead of vLLM."""
 
 import os
 import runpy

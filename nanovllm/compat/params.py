@@ -1,4 +1,4 @@
-"""Checks vLLM's request parameters, and translates them to ours."""
+"""Checks vLLM's request parameters, and translates them to nano-vllm's parameters."""
 
 import json
 from dataclasses import fields
@@ -74,10 +74,10 @@ class RequestOutputKind(Enum):
 
 
 class StructuredOutputsParams(dict):
-    """A dict for `SamplingParams.structured_outputs`, with the attributes of vLLM's class."""
+    """A dict for `SamplingParams.structured_outputs`, with the same attributes as vLLM's StructuredOutputsParams."""
 
     def __init__(self, **options: Any):
-        """Accept `json`, `regex`, `choice`, `grammar` or `json_object`, plus vLLM's other options.
+        """Accept one of `json`, `regex`, `choice`, `grammar` and `json_object`, plus vLLM's other options.
 
         Raises TypeError for an unknown option, and ValueError for an option that is not supported. `SamplingParams`
         checks the values.
@@ -94,11 +94,14 @@ class StructuredOutputsParams(dict):
 
 
 class FlatLogprobs(list):
-    """The log-probabilities of a request with `flat_logprobs`: a list of one dict per token."""
+    """The log-probabilities of a request that sets `flat_logprobs`: a list with one dict per token."""
 
 
 class SamplingParams(ours.SamplingParams):
-    """Our SamplingParams with vLLM's names and vLLM's default of `max_tokens`. As in vLLM, the objects are mutable."""
+    """nano-vllm's SamplingParams with vLLM's names and vLLM's default for `max_tokens`.
+
+    As in vLLM, a SamplingParams object is mutable.
+    """
 
     flat_logprobs = False
 

@@ -1,8 +1,9 @@
 """Implements vLLM's interface for offline generation.
 
 Import names from this module, for example `from nanovllm.compat.vllm import LLM, SamplingParams`. If a program imports
-vLLM itself, call `install()` first. After that call, `import vllm` returns this module. Importing a submodule in
-MODULES also returns this module. A name that this module lacks raises ImportError or AttributeError.
+vLLM itself, call `install()` first. After `install()`, `import vllm` returns this module. Importing a submodule of vLLM
+that is listed in MODULES also returns this module. The use of a name that this module lacks raises ImportError or
+AttributeError.
 """
 
 import gc
@@ -41,7 +42,10 @@ VLLMValidationError = ValueError
 
 
 class NCCLWeightTransferEngine:
-    """A placeholder, which can't be used. In vLLM, this class sends weights to a server. TRL always imports it."""
+    """A placeholder that raises an error if it is used. In vLLM, this class sends weights to a server.
+
+    TRL always imports it.
+    """
 
     def __init__(self, *args: Any, **options: Any):
         raise NotImplementedError("weights are sent by NCCL to vLLM's server only: here, call LLM.load_weights")
@@ -58,7 +62,10 @@ def get_ip() -> str:
 
 
 def get_tokenizer(tokenizer_name: str, **options: Any) -> Any:
-    """Return the tokenizer of a folder, a hub id or a bundled model. `options` are passed to `from_pretrained`."""
+    """Return the tokenizer of a model. `tokenizer_name` is a folder, a hub id or the name of a bundled model.
+
+    `options` are passed to `from_pretrained`.
+    """
     from transformers import AutoTokenizer
 
     unused: dict = dict.fromkeys(("download_dir", "revision"), (None,))
@@ -95,7 +102,7 @@ class VllmDistribution(Distribution, DistributionFinder):
 
 
 def install() -> None:
-    """Make `import vllm`, and the import of any submodule in MODULES, return this module."""
+    """Make this module the result of `import vllm`, and of imports of the submodules in MODULES."""
     module = sys.modules[__name__]
     sys.modules.update(dict.fromkeys(["vllm", *(f"vllm.{name}" for name in MODULES.split())], module))
     sys.meta_path.insert(0, VllmDistribution())

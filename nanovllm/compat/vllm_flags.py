@@ -1,4 +1,4 @@
-"""Translates command lines of `vllm serve` to our flags."""
+"""Translates command lines of `vllm serve` to the flags of `nanovllm serve`."""
 
 import json
 from collections.abc import Container, Iterable
@@ -27,10 +27,10 @@ SERVER_FLAGS = {name: accepted for names, accepted in ACCEPTED.items() for name 
 
 
 def translate_flags(arguments: Iterable[str], known: Container[str]) -> tuple[list[str], dict[str, Any]]:
-    """Split a command line into the arguments for our parser and the settings of vLLM's engine.
+    """Split a command line into the arguments for nano-vllm's parser and the settings of vLLM's engine.
 
-    Our flags, whose names are in `known`, go to our parser. Unknown flags also go to our parser, which reports them.
-    Raises ValueError if a flag of vLLM's server has an unsupported value.
+    nano-vllm's flags, whose names are in `known`, go to nano-vllm's parser. Unknown flags also go to nano-vllm's
+    parser, which reports them as errors. Raises ValueError if a flag of vLLM's server has an unsupported value.
     """
     remaining, own_arguments, model, settings = [*arguments], list[str](), list[str](), dict[str, Any]()
     while remaining:

@@ -1,4 +1,4 @@
-"""Our LLM with the methods of vLLM's LLM."""
+"""nano-vllm's LLM with the methods of vLLM's LLM."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -40,7 +40,7 @@ class BeamSearchOutput:
 
 
 class LLM(PoolingCalls):
-    """Our LLM with the methods of vLLM's LLM. The default of `seed` is 0, as in vLLM."""
+    """nano-vllm's LLM with the methods of vLLM's LLM. The default of `seed` is 0, as in vLLM."""
 
     def __init__(
         self,
@@ -51,11 +51,11 @@ class LLM(PoolingCalls):
         reasoning_parser: str = "",
         **settings: Any,
     ):
-        """Raises the same errors as our LLM.
+        """Raises the same errors as nano-vllm's LLM.
 
         chat_template: the default template of `chat`.
-        skip_tokenizer_init: if True, prompts must be token ids, and answers have no text. Tokenizer files must still
-        exist.
+        skip_tokenizer_init: if True, prompts must be token ids, and answers have no text. The tokenizer's files must
+        exist in any case.
         reasoning_parser: the model's reasoning format, which structured outputs and reasoning budgets need.
         """
         check_choice("reasoning_parser", reasoning_parser, ("", *FORMATS))
@@ -80,7 +80,7 @@ class LLM(PoolingCalls):
 
     @property
     def model_executor(self) -> SimpleNamespace:
-        """The chain of attributes through which trainers call `load_weights` of vLLM's model."""
+        """An object with the attributes through which trainers call `load_weights` of vLLM's model."""
         model = SimpleNamespace(load_weights=self.load_weights)
         return SimpleNamespace(driver_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)))
 
@@ -103,7 +103,7 @@ class LLM(PoolingCalls):
         return not self.is_finished()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return vLLM's default parameters, updated from the model's `generation_config.json`."""
+        """Return vLLM's default parameters, updated with the values in the model's `generation_config.json`."""
         params = self.input_processor.default_sampling_params(SamplingParams)
         assert isinstance(params, SamplingParams)
         return params
@@ -119,12 +119,12 @@ class LLM(PoolingCalls):
         tokenization_kwargs: dict[str, Any] | None = None,
         **unused: Any,
     ) -> list[RequestOutput]:
-        """Return the complete answers. Raises the same errors as our `generate`.
+        """Return the complete answers. Raises the same errors as `nanovllm.LLM.generate`.
 
-        use_tqdm: whether to show our progress bar. If `use_tqdm` is a function, our bar is shown, and the function is
-            ignored.
-        tokenization_kwargs: may contain `add_special_tokens` and `truncate_prompt_tokens`, the number of tokens to keep
-            at the end of a prompt.
+        use_tqdm: whether to show nano-vllm's progress bar. If `use_tqdm` is a function, it counts as True, and is not
+            called.
+        tokenization_kwargs: may contain `add_special_tokens`, and `truncate_prompt_tokens` (the number of tokens to
+            keep at the end of a prompt).
         """
         select("argument", unused, (), UNUSED)
         prompts = [self._prompt(prompt, **tokenization_kwargs or {}) for prompt in as_prompts(prompts)]
@@ -141,7 +141,7 @@ class LLM(PoolingCalls):
         chat_template: str | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
-        """Answer conversations. `options` are additional arguments of our `chat`."""
+        """Answer conversations. `options` are further arguments of `nanovllm.LLM.chat`."""
         names = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs", "priority")
         options = select("argument", options, names, UNUSED) | {"lora_request": lora_request or None}
         template = chat_template or self.chat_template
@@ -170,9 +170,9 @@ class LLM(PoolingCalls):
         return [BeamSearchOutput([*self._beams(output)]) for output in outputs]
 
     def _params(self, params: Any) -> Any:
-        """Apply the settings of this LLM to one set of parameters, or to each set in a list.
+        """Apply this LLM's settings to a SamplingParams object, or to each object in a list.
 
-        The settings are `skip_tokenizer_init`, the reasoning format, and the restrictions of JSON schemas.
+        The method applies `skip_tokenizer_init`, the reasoning format, and the restrictions of JSON schemas.
         """
         if isinstance(params, (list, tuple)):
             return [self._params(item) for item in params]
@@ -215,7 +215,7 @@ class LLM(PoolingCalls):
 
 
 def _with_logprobs(answers: list[RequestOutput], params: Any) -> list[RequestOutput]:
-    """Return the answers, with log-probabilities as lists, or as FlatLogprobs if a request sets `flat_logprobs`."""
+    """Convert the log-probabilities of answers to lists, or to FlatLogprobs if a request sets `flat_logprobs`."""
     each = params if isinstance(params, (list, tuple)) else [params] * len(answers)
     kinds = (FlatLogprobs if getattr(request_params, "flat_logprobs", False) else list for request_params in each)
     return [_with_type(answer, kind) for answer, kind in zip(answers, kinds)]

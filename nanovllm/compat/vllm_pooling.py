@@ -1,4 +1,4 @@
-"""vLLM's calls and outputs for embeddings, scores and classes."""
+"""Implements vLLM's methods and outputs for embeddings, scores and classes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,10 @@ UNUSED: dict[str, tuple] = {
 
 
 class PoolingParams(pooling_params.PoolingParams):
-    """Our PoolingParams with vLLM's names. `use_activation` also controls whether embeddings are normalized."""
+    """nano-vllm's PoolingParams with vLLM's names.
+
+    `use_activation` also sets whether embeddings are normalized.
+    """
 
     def __init__(self, **params: Any):
         """Raises ValueError for a value that is not supported, and TypeError for an unknown name."""
@@ -34,7 +37,10 @@ class PoolingParams(pooling_params.PoolingParams):
 
 @dataclass
 class PooledData:
-    """The data of an output. For each task, vLLM has a separate class with some of these attributes."""
+    """The data of an embedding, score or class output.
+
+    In vLLM, each task has its own class, with some of this class's attributes.
+    """
 
     embedding: list[float]
 
@@ -72,13 +78,13 @@ class PoolingRequestOutput:
 class PoolingCalls(nanovllm.LLM):
     """The methods of vLLM's LLM that return vectors.
 
-    truncate_prompt_tokens: see our `embed`. In `tokenization_kwargs`, it has the same meaning.
+    truncate_prompt_tokens: as in `nanovllm.LLM.embed`; may also be given as a key of `tokenization_kwargs`.
     """
 
     def embed(  # type: ignore[override]
         self, prompts: Any, *, use_tqdm: Any = True, pooling_params: Any = None, **unused: Any
     ) -> list[PoolingRequestOutput]:
-        """Return an embedding of each prompt. Raises the same errors as our `embed`."""
+        """Return an embedding of each prompt. Raises the same errors as `nanovllm.LLM.embed`."""
         num_kept, params = _num_kept(unused), pooling_params or PoolingParams()
         options: dict[str, Any] = dict(use_tqdm=bool(use_tqdm), truncate_prompt_tokens=num_kept)
         return _outputs(super().embed(prompts, params.dimensions, params.normalize, **options))
@@ -86,16 +92,17 @@ class PoolingCalls(nanovllm.LLM):
     def classify(  # type: ignore[override]
         self, prompts: Any, *, use_tqdm: Any = True, pooling_params: Any = None, **unused: Any
     ) -> list[PoolingRequestOutput]:
-        """Return the probabilities of the classes. Raises the same errors as our `classify`."""
+        """Return the probabilities of the classes. Raises the same errors as `nanovllm.LLM.classify`."""
         num_kept, params = _num_kept(unused), pooling_params or PoolingParams()
         return _outputs(super().classify(prompts, params.use_activation, bool(use_tqdm), None, num_kept))
 
     def score(  # type: ignore[override]
         self, data_1: Any, data_2: Any, *, use_tqdm: Any = True, pooling_params: Any = None, **unused: Any
     ) -> list[PoolingRequestOutput]:
-        """Return the relevance of documents (`data_2`) to queries (`data_1`). Raises the same errors as our `score`.
+        """Return the relevance of documents (`data_2`) to queries (`data_1`).
 
-        As in vLLM, the tokenizer joins a query and a document, which must already contain the reranker's template.
+        Raises the same errors as `nanovllm.LLM.score`. As in vLLM, the tokenizer joins each query with a document. The
+        reranker's template must already be part of the queries and documents.
         """
         check_task(self.config, "score")
         if (num_kept := _num_kept(unused)) is not None:
@@ -112,7 +119,7 @@ class PoolingCalls(nanovllm.LLM):
 
 
 def _num_kept(arguments: dict[str, Any]) -> int | None:
-    """Return `truncate_prompt_tokens`. Raises the errors of `select` for other arguments that would have an effect."""
+    """Return `truncate_prompt_tokens`. Raises the same errors as `select` if another argument would have an effect."""
     name, tokenization = "truncate_prompt_tokens", arguments.pop("tokenization_kwargs", None) or {}
     given = select("argument", arguments, (name,), UNUSED)
     return (given | select("key of tokenization_kwargs", tokenization, (name,), {})).get(name)

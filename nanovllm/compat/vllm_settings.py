@@ -1,4 +1,4 @@
-"""Lists the settings of vLLM's engine (up to version 0.26) that this engine lacks."""
+"""Lists the settings of vLLM's engine (up to version 0.26) that nano-vllm's engine lacks."""
 
 from collections.abc import Collection
 from numbers import Real
@@ -142,10 +142,10 @@ OFFLOADING = {
 
 
 def translate(settings: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Translate the names of vLLM's settings to our names, which are in `known`.
+    """Translate the names of vLLM's settings to nano-vllm's names, which are in `known`.
 
     Raises ValueError if a vLLM setting has an unsupported value. Raises TypeError for an unknown name, and for a
-    setting that is given under both vLLM's name and ours.
+    setting that is given under both vLLM's name and nano-vllm's name.
     """
     renamed: dict[str, Any] = {}
     for given, value in settings.items():
@@ -170,7 +170,10 @@ def translate(settings: dict[str, Any], known: Collection[str]) -> dict[str, Any
 
 
 def _offloaded_bytes(transfer: dict[str, Any]) -> float:
-    """Return the size of the host memory, for all ranks together, that a `kv_transfer_config` asks for, or 0."""
+    """Return the bytes of host memory that a `kv_transfer_config` asks for, summed over all ranks.
+
+    The default is 0.
+    """
     select("key of kv_transfer_config", transfer, (), KV_TRANSFER_CONFIG)
     if transfer.get("kv_connector") is None:
         return 0.0

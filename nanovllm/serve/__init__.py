@@ -12,7 +12,10 @@ __all__ = ["AsyncLLM", "EngineDeadError", "QueueFullError"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of `__all__` on first use. The command line can then print help without importing the engine."""
+    """Import a name in `__all__` on first use.
+
+    The late import lets the command line print help without importing the engine.
+    """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with waiting_for(f"Importing {name}"):

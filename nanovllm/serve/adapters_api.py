@@ -24,7 +24,10 @@ class UnloadBody(BaseModel):
 
 
 class ServedAdapters:
-    """The adapters that clients can choose, by name. Names in `reserved` (the model's names) are not allowed."""
+    """The adapters that clients can choose, by name.
+
+    An adapter's name must not be in `reserved`, which contains the model's names.
+    """
 
     def __init__(self, llm: EngineClient, adapters: Iterable[LoRARequest], reserved: Iterable[str]):
         """Raises ValueError if an adapter's name is not available, or if adapters are given without `enable_lora`."""
@@ -40,9 +43,10 @@ class ServedAdapters:
         self._numbers = count(len(self.by_name) + 1)
 
     async def read(self) -> None:
-        """Read all adapters at startup to detect broken ones. If the engine's process has read them, do nothing.
+        """Read all adapters at startup to detect broken ones.
 
-        A replica reads an adapter when the first request uses it. Raises ValueError if an adapter can't be used.
+        If the engine's process has already read the adapters, do nothing. A replica reads an adapter when the first
+        request uses it. Raises ValueError if an adapter can't be used.
         """
         for adapter in self.by_name.values() if self._llm.reads_adapters else ():
             await self._read(adapter)

@@ -14,12 +14,12 @@ from nanovllm.serve.settings import ServerSettings
 
 
 def listening_socket(settings: ServerSettings, is_of_front: bool = False) -> socket.socket:
-    """Reserve the address, before the model loads.
+    """Reserve the server's address before the model loads.
 
     Raises OSError if the address is in use or does not belong to this machine.
 
-    is_of_front: True if other fronts (HTTP processes) of this server may also use the address. The operating system
-        then assigns each connection to one front.
+    is_of_front: True if other fronts (HTTP processes) of this server may also use the address. If several fronts use
+        the address, the operating system assigns each connection to one of them.
     """
     family, address, is_unix = socket.AF_UNIX, cast(Any, settings.uds), settings.uds is not None
     try:
@@ -50,7 +50,10 @@ def _bound_socket(family: int, address: Any, is_shared: bool) -> socket.socket:
 
 @contextmanager
 def reserved_address(settings: ServerSettings) -> Iterator[socket.socket]:
-    """Keep a `listening_socket` open during a `with` block. Afterwards, remove a Unix domain socket's file."""
+    """Keep a `listening_socket` open during a `with` block.
+
+    At the end of the block, remove a Unix domain socket's file.
+    """
     with listening_socket(settings) as listener:
         try:
             yield listener

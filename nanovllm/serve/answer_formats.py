@@ -1,4 +1,7 @@
-"""Determines the formats of a model's reasoning and tool calls. Sources are the settings and the chat template."""
+"""Determines the formats of a model's reasoning and tool calls.
+
+The formats come from the settings and the chat template.
+"""
 
 import logging
 from collections.abc import Mapping
@@ -24,7 +27,7 @@ class Formats(NamedTuple):
     tool_calls: the name of the tool-call format in PARSERS; `None` if unknown.
     reasoning_parser: the name of the reasoning format; `None` if reasoning stays in the content.
     reasoning: the markers of the reasoning format.
-    special: the markers that are special tokens, which the text omits by default.
+    special: the markers that are special tokens; by default, generated text omits special tokens.
     token_bytes: the bytes of each token id. Log-probabilities show bytes, because a token may end within a character.
     """
 
@@ -49,7 +52,10 @@ class Formats(NamedTuple):
         return params
 
     def budget_params(self, body: GenerationBody) -> dict[str, Any]:
-        """Return the parameters that a reasoning budget needs. Raises ApiError if the reasoning format is unknown."""
+        """Return the sampling parameters that a reasoning budget needs.
+
+        Raises ApiError if the reasoning format is unknown.
+        """
         if (budget := body.thinking_token_budget) in (None, -1):
             return {}
         problem = f"thinking_token_budget={budget}: this model's reasoning format is unknown: see --reasoning-parser"
@@ -57,7 +63,10 @@ class Formats(NamedTuple):
 
 
 def find_formats(processor: InputProcessor, settings: ServerSettings) -> Formats:
-    """Return and log the formats. If the settings do not define a format, the chat template defines it."""
+    """Return the formats, and log them.
+
+    If the settings do not define a format, the chat template defines it.
+    """
     tokenizer = processor.tokenizer
     is_chat = processor.config.task == "generate"
     template = template_text(getattr(tokenizer, "chat_template", None)) if is_chat else ""

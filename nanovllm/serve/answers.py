@@ -25,7 +25,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def dump_json(content: Any) -> bytes:
-    """Encode content as JSON. Lone surrogates, which come from clients, become question marks."""
+    """Encode content as JSON. Lone surrogates, which clients may send, become question marks."""
     try:
         return _encode(content)
     except UnicodeEncodeError:
@@ -34,12 +34,12 @@ def dump_json(content: Any) -> bytes:
 
 
 def encoded(content: Any) -> msgspec.Raw:
-    """Encode content as JSON. The result can be embedded in other content."""
+    """Encode content as JSON. The returned JSON can be part of other content that is encoded later."""
     return msgspec.Raw(dump_json(content))
 
 
 def server_sent_event(content: dict[str, Any]) -> bytes:
-    """Encode a server-sent event. The "type" of the content, if any, becomes the event's name."""
+    """Encode a server-sent event. If the content has a "type", this type becomes the event's name."""
     head = f"event: {content['type']}\n".encode() if "type" in content else b""
     return head + b"data: " + dump_json(content) + b"\n\n"
 
@@ -87,7 +87,7 @@ class Answer:
         return b"".join(data)
 
     def _max_events(self, request: AsyncRequest) -> float:
-        """Return the number of events to encode now. The event loop's next iteration encodes further events."""
+        """Return the number of events to encode now. The event loop's next iteration encodes the remaining events."""
         if (num_top := request.request.params.logprobs) is None:
             return inf
         return max(1, MANY_LOGPROBS // (num_top + 1)) if num_top >= 0 else 1
@@ -126,11 +126,11 @@ class Answer:
         return b"".join(chunks)
 
     def goes_on_plainly(self, event: StreamEvent) -> bool:
-        """Return True if later chunks of this choice, except the last one, differ only in their text."""
+        """Return True if all further chunks of this choice, except the last one, will differ only in their text."""
         return not (self._has_logprobs or self._has_usage_everywhere or self.body.return_token_ids)
 
     def _frame(self, prompt_index: int, event: StreamEvent) -> tuple[bytes, bytes]:
-        """Return the bytes before and after the text of a chunk."""
+        """Return the parts of an encoded chunk before and after its text."""
         (choice,) = self.chunk_choices(prompt_index, replace(event, text=MARK))
         before, after = server_sent_event(self._chunk([choice], None)).split(dump_json(MARK))
         return before, after

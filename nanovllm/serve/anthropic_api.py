@@ -1,6 +1,7 @@
 """Serves Anthropic's API, `/v1/messages`. Requests are translated to chat requests, and answers are translated back.
 
-Each supported content type has a class here. Other types, such as documents, are refused; the error names the type.
+Each supported content type has a class in this file. Other content types, such as documents, are refused; the error
+names the type.
 """
 
 import asyncio
@@ -158,7 +159,7 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
 def _chat_messages(message: InputMessage) -> Iterator[dict[str, Any]]:
     """Translate a message.
 
-    Each tool result becomes a message. All other blocks together become the last message.
+    Each tool result becomes a message. All other content blocks together become the last message.
     """
     blocks = defaultdict[str, list[Any]](list)
     for block in message.content:

@@ -30,8 +30,8 @@ def create_app(
     llm: EngineClient, settings: ServerSettings, model: str, is_closing: Callable[[], bool] = lambda: False
 ) -> FastAPI:
     """model: the model as given on the command line.
-    is_closing: returns True when the server closes. The web page's event streams, which are endless otherwise, then
-        end.
+    is_closing: a function that returns True when the server closes. The web page's event streams end when `is_closing`
+        returns True.
     """
     takes_images = llm.input_processor.config.model_config.vision is not None
     expects_images = takes_images and settings.max_body_bytes is None

@@ -1,6 +1,6 @@
 """Defines an asyncio interface to the engine.
 
-Any number of tasks can submit requests. The engine's thread runs the steps.
+Any number of tasks can submit requests. The engine's thread runs the engine's steps.
 """
 
 import asyncio
@@ -27,13 +27,13 @@ class AsyncLLM(EngineClient):
     """Generates text for any number of tasks of one event loop: `async for output in llm.generate(prompt, params)`.
 
     The work is divided among threads. The event loop's thread submits requests and receives events. A small thread pool
-    renders chat templates and tokenizes prompts. The engine's thread runs the steps, detokenizes, and notifies the
-    event loop after each step. Detokenizing takes a few microseconds per token. If `async_scheduling` is on, the device
-    computes the next step while the engine's thread detokenizes.
+    renders chat templates and tokenizes prompts. The engine's thread runs the engine's steps, detokenizes, and notifies
+    the event loop after each step. Detokenizing takes a few microseconds per token. If `async_scheduling` is on, the
+    device computes the next step while the engine's thread detokenizes.
 
-    A request ends when its task is cancelled or leaves the `async for` loop. The request's cache blocks are freed
-    before the next step. If a request fails, the error is raised in the task that waits for it. An error in a step ends
-    the engine, and raises EngineDeadError in all tasks.
+    A request ends when its task is cancelled or leaves the `async for` loop. The cache blocks of an ended request are
+    freed before the next step. If a request fails, the error is raised in the task that waits for the request. An error
+    in a step ends the engine, and raises EngineDeadError in all waiting tasks.
     """
 
     engine: LLM
@@ -124,6 +124,9 @@ class AsyncLLM(EngineClient):
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def exit(self) -> None:
-        """End the engine after the current step, and free the device's memory. All tasks get an EngineDeadError."""
+        """End the engine after the current step, and free the device's memory.
+
+        All waiting tasks get an EngineDeadError.
+        """
         super().exit()
         self.engine.exit()

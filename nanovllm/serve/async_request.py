@@ -12,7 +12,7 @@ from nanovllm.requests.stream_event import StreamEvent
 
 
 class AsyncRequest:
-    """A request of one event loop. Only the thread of this loop may use the request.
+    """A request that belongs to one event loop. Only the event loop's thread may use the request.
 
     If the caller is slow, it gets the merged events of several steps.
     """
@@ -47,7 +47,7 @@ class AsyncRequest:
                 self.final = self.request.output()
 
     def finish(self, final: Any) -> None:
-        """Set the complete output. The AsyncLLM calls `tell` afterwards."""
+        """Set the complete output. After `finish`, the AsyncLLM calls `tell`."""
         self.final = final
 
     def fail(self, error: Exception) -> None:
@@ -61,7 +61,10 @@ class AsyncRequest:
     # -- what the caller calls -----------------------------------------------------------------------------------------
 
     async def next_events(self) -> list[StreamEvent]:
-        """Wait for new events, and merge them into one event per answer. The list is empty if no events follow."""
+        """Wait for new events, and merge them into one event per answer.
+
+        The returned list is empty if the request has no further events.
+        """
         while not (self._events or self.final):
             await self._wait()
         return self.take_events()
@@ -123,7 +126,7 @@ def _merge(events: list[StreamEvent]) -> StreamEvent:
 
 
 class PartialAnswer:
-    """The part of an answer that has arrived so far. The lists grow in place."""
+    """The part of an answer that has arrived so far. New events extend the answer's lists in place."""
 
     def __init__(self, index: int):
         self.index = index

@@ -11,7 +11,10 @@ from nanovllm.requests.request import TokensPrompt
 
 
 class BeamCompletion(BeamRequest):
-    """A beam search. The output has `n` answers, but the server's limits treat a search as one answer."""
+    """A beam search.
+
+    The output of a beam search has `n` answers, but the server's limits count the search as one answer.
+    """
 
     @property
     def params(self) -> BeamSearchParams:

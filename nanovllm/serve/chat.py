@@ -39,7 +39,7 @@ def template_arguments(
 
     Raises ApiError if the client sets an argument that clients must not set.
 
-    template: the server's template, or several templates by name.
+    template: the server's template, or a dict of templates by name.
     is_trusting: True if the server renders templates from clients. (A template is a program.)
     """
     kwargs = body.chat_template_kwargs or {}
@@ -81,7 +81,9 @@ class AnswerParser:
         new_id: Callable[[], str] = ToolParser.new_id,
         max_calls: int | None = None,
     ):
-        """new_id: makes an id for each call. max_calls: the number of calls to keep; `None` keeps all."""
+        """new_id: a function that makes an id for each tool call.
+        max_calls: the number of tool calls to keep; `None` keeps all.
+        """
         self._reasoning, self._tools, self._new_id, self._max_calls = reasoning, tools, new_id, max_calls
         self.num_calls = 0
 
@@ -94,7 +96,7 @@ class AnswerParser:
         return 0 if self._reasoning is None else self._reasoning.reasoning.num_tokens
 
     def feed(self, text: str, token_ids: list[int], is_last: bool) -> Iterator[dict[str, Any]]:
-        """Yield new fields in order. Reasoning comes first, then content alternates with lists of calls.
+        """Yield new fields in order. Reasoning comes first, then content alternates with lists of tool calls.
 
         "reasoning_content" is an older name of "reasoning".
         """
@@ -216,7 +218,7 @@ class ChatAnswer(Answer):
 
 
 def _message(message: Message, sent: dict[str, Any], index: int, pixels: Mapping[str, int]) -> dict[str, Any]:
-    """Return a message as it was sent, except for images and for calls in OpenAI's older form, which are converted.
+    """Return a message as the client sent it, but convert images, and tool calls in OpenAI's older form.
 
     `pixels` are the defaults of an image's `min_pixels` and `max_pixels`.
     """
@@ -234,7 +236,8 @@ def _message(message: Message, sent: dict[str, Any], index: int, pixels: Mapping
 def _image_part(part: Mapping[str, Any], pixels: Mapping[str, int]) -> dict[str, Any]:
     """Return an image part without unknown entries.
 
-    Its type is `image_url`, in which a string is never a path, so that no request reads a file by its path.
+    The returned part has the type `image_url`. A string in an `image_url` part is never used as a path, so no request
+    can read a file by its path.
     """
     entries = {**pixels, **image_entries(part)}
     url = next((entries[name] for name in ("image_url", part["type"], "url") if name in entries), "")

@@ -42,7 +42,10 @@ SMALL_CACHE_MESSAGE = (
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run a command, and exit with its status: 2 for an invalid command line or setting."""
+    """Run a command, and exit with the command's status.
+
+    The status 2 means that the command line or a setting is invalid.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         if arguments and arguments[0] == "bench":  # this command parses its arguments itself
@@ -61,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line. If the command is `serve`, `vllm_settings` gets the engine flags that only vLLM has."""
+    """Parse the command line. For the command `serve`, the engine flags that only vLLM has go to `vllm_settings`."""
     chosen = next((argument for argument in arguments if argument in COMMANDS), None)
     parser, commands = make_parser()
     if chosen is not None:
@@ -78,7 +81,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def make_parser() -> tuple[Parser, dict[str, Parser]]:
-    """Return the main parser, and a parser for each command. `parse` adds the flags of the chosen command later."""
+    """Return the main parser, and a parser for each command.
+
+    The function `parse` adds the flags of the chosen command later.
+    """
     parser = Parser("nanovllm", description="LLM inference: an HTTP server, or answers right here.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {nanovllm.__version__}")
     group = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -13,7 +13,10 @@ STEP_TOKENS = (1, 8, *(2**i for i in range(4, 15)))  # upper bounds of the histo
 
 
 class StepSizes:
-    """Counts an engine's steps by size. The size is the number of computed prompt tokens plus sampled tokens."""
+    """Counts an engine's steps by size.
+
+    The size of a step is the number of computed prompt tokens plus sampled tokens.
+    """
 
     def __init__(self, engine: LLM):
         self.counts, self.total = [0] * (len(STEP_TOKENS) + 1), 0
@@ -59,7 +62,7 @@ class EngineCalls:
             self._recorder.stop()
 
     def frames(self, last: int) -> tuple[str, int, bool, bool]:
-        """Return frames (see frames.py) as JSON text, and the newest frame's number. The frames follow frame `last`.
+        """Return the frames after frame number `last` (see frames.py) as JSON text, and the newest frame's number.
 
         Also return two flags: whether the recording continues, and whether the engine is idle.
         """

@@ -33,7 +33,7 @@ MANY_IDS = 2**14  # the event loop itself checks prompts of at most this many to
 
 
 class QueueFullError(RuntimeError):
-    """Too many requests are waiting or running. Nothing was queued; try again later."""
+    """Too many requests are waiting or running. The request was not queued; the caller may try again later."""
 
 
 class EngineDeadError(RuntimeError):
@@ -97,7 +97,10 @@ class EngineClient(ABC):
         """End a request early."""
 
     async def call(self, name: str, *arguments: Any) -> Any:
-        """Call a method of the engine's EngineCalls. Raises NotImplementedError for several replicas."""
+        """Call a method of the engine's EngineCalls by name.
+
+        Raises NotImplementedError if there are several replicas.
+        """
         raise NotImplementedError
 
     async def stats(self) -> list[dict[str, Any] | None]:
@@ -166,10 +169,10 @@ class EngineClient(ABC):
     ) -> AsyncRequest:
         """Queue a request. The caller reads from the returned object, and finally passes it to `discard`.
 
-        Most arguments, and the errors, are the same as for `generate`. A `prompt` may be a function that makes the
-        prompt in a tokenizer thread. If `in_pieces` is False, the request has a `result` but no events, which saves
-        host time. Requests share cached prefixes only with requests that have the same `cache_salt` and adapter. Beam
-        searches and requests with PoolingParams have a `result` but no events. Beam searches do not work with replicas.
+        Most arguments and all errors are the same as for `generate`. A `prompt` may be a function that makes the prompt
+        in a tokenizer thread. If `in_pieces` is False, the request has a `result` but no events, which saves CPU time.
+        Requests share cached prefixes only with requests that have the same `cache_salt` and adapter. Beam searches and
+        requests with PoolingParams have a `result` but no events. Beam searches do not work with replicas.
         """
         self.check_open()
         self._use_running_loop()
@@ -249,7 +252,7 @@ class EngineClient(ABC):
         return (await self._in_lane(tokens_of, prompt))["prompt_token_ids"]
 
     async def render(self, messages: list[Message], template_arguments: Mapping[str, Any]) -> RenderedChat:
-        """Render a conversation in the sandbox, where it can't delay other requests.
+        """Render a conversation in the template sandbox, where a slow template can't delay other requests.
 
         Raises ValueError if rendering takes too long.
         """
@@ -270,7 +273,7 @@ class EngineClient(ABC):
         return await self._in_thread(self._pool, decode)
 
     async def _in_lane(self, call: Callable[[PromptLane], T], prompt: PromptSource) -> T:
-        """Run `call` with the lane for short texts. If the text is too long, run `call` with the lane for long texts.
+        """Run `call` with the PromptLane for short texts, or with the PromptLane for long texts if the text is long.
 
         Other threads handle prompts with images, so that texts do not wait for images.
         """
@@ -282,9 +285,9 @@ class EngineClient(ABC):
 
     @cached_property
     def _long_lane(self) -> PromptLane:
-        """The lane for long texts.
+        """The PromptLane for long texts.
 
-        The thread for long texts creates the lane on first use, because copying a large tokenizer takes 1 s.
+        The thread for long texts creates this object on first use, because copying a large tokenizer takes 1 s.
         """
         return PromptLane(self.input_processor, takes_long_texts=True)
 

@@ -40,7 +40,10 @@ class ApiError(Exception):
         self.headers = HEADERS.get(status, {})
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Replace the field's name with the client's name for it. `names` maps our names to the client's names."""
+        """Replace the server's name of a field with the client's name.
+
+        `names` maps the server's names to the client's names.
+        """
         if self.param is not None and (client_name := names.get(self.param)) is not None:
             self.message, self.param = self.message.replace(self.param, client_name, 1), client_name
 
@@ -57,7 +60,7 @@ class ApiError(Exception):
 def require(value: T | Literal[False] | None, problem: str, code: str | None = None) -> T:
     """Return `value` if it is true.
 
-    Otherwise raise an ApiError with status 400 and the message `problem`, which begins with a field's name.
+    If `value` is false, raise an ApiError with status 400 and the message `problem`, which begins with a field's name.
     """
     if not value:
         raise ApiError(400, problem, re.split(r"\W", problem)[0], code)
@@ -67,9 +70,9 @@ def require(value: T | Literal[False] | None, problem: str, code: str | None = N
 def api_error(error: BaseException, fields: Container[str] | None = None) -> ApiError:
     """Convert an error to an ApiError. Unexpected errors are logged, and the client gets no details.
 
-    fields: the field names of the request that is being checked, or `None` if the request was already accepted. During
-        the check, ValueError, TypeError and FileNotFoundError are the client's fault. If the message begins with a
-        field's name, the error refers to that field.
+    fields: the field names of the request that is being checked, or `None` if the request was already accepted. While a
+        request is being checked, ValueError, TypeError and FileNotFoundError count as the client's fault. If the error
+        message begins with a field's name, the ApiError refers to that field.
     """
     if isinstance(error, ApiError):
         return error
@@ -95,7 +98,10 @@ def api_error(error: BaseException, fields: Container[str] | None = None) -> Api
 
 @contextmanager
 def about(fields: Container[str]) -> Iterator[None]:
-    """Convert errors in a `with` block to ApiErrors. The block checks a request with the possible fields `fields`."""
+    """Convert errors in a `with` block to ApiErrors.
+
+    The block checks a request that may have the fields in `fields`.
+    """
     try:
         yield
     except Exception as error:
@@ -125,7 +131,10 @@ def body_error(error: Exception) -> ApiError:
 
 
 def too_deep(error: Exception, body: bytes) -> Exception:
-    """Return an ApiError that names a field with too many nested levels. If there is no such field, return `error`."""
+    """Return an ApiError that names a field with too many nested levels.
+
+    If no field has too many levels, return `error`.
+    """
     for name, value in json.loads(body).items():
         level = [value]
         for _ in range(MAX_LEVELS):

@@ -1,23 +1,25 @@
-"""Defines frames and `View`. A frame describes the changes of a step. A `View` is the state after some frames.
+"""Defines frames and `View`. A frame describes what a step has changed. A `View` is the state after a number of frames.
 
 A frame is a JSON-serializable dict of differences from the previous frame. Empty fields are left out.
 
 - `step`: the number of recorded steps.
 - `time`: seconds since the recording began.
-- `ms`: milliseconds that the step took. A frame without `ms` belongs to no step. Such a frame contains requests that
-  were added or aborted since the previous step.
+- `ms`: milliseconds that the step took. A frame without `ms` belongs to no step. A frame without a step contains the
+  requests that were added or aborted since the previous step.
 - `decodes`: names of the sequences that decode one token; left out if unchanged.
 - `chunks`: [name, start, end] for each sequence that computes the prompt tokens `start:end`.
 - `sampled`: names of the sequences that got a token, except for the sequences in `decodes`.
-- `seqs`: [name, prompt tokens, maximum tokens, current tokens, computed tokens] after this step, for each new sequence.
-- `admitted`: names of the sequences that hold blocks from now on.
+- `seqs`: for each new sequence, its name and four numbers of tokens after this step: [name, prompt, maximum, current,
+  computed].
+- `admitted`: names of the sequences that have begun to hold cache blocks.
 - `released`: [name, reason] for each sequence that no longer holds blocks or is no longer shown. The reason is
   "preempted", "hidden" (far behind in the queue), or the finish reason.
 - `waiting`: [number of waiting sequences, name of the first one, name of the second one, ...]; left out if unchanged.
-- `tables`: [name, n, block id, ...] for each block table that keeps its first n entries and continues with these ids.
+- `tables`: [name, n, block id, ...] for each changed block table. The table keeps its first n entries, and continues
+  with the listed block ids.
 - `cached`: ids of blocks that the prefix cache can find, and that no sequence holds.
-- `free`: ids of blocks that the prefix cache can no longer find, or that a window table holds. A block that is in no
-  table is free unless it is cached.
+- `free`: ids of blocks that the prefix cache can no longer find, or that are in the block table of a layer with a
+  window. A block that is in no table is either cached or free.
 - `counts`: totals of prompt tokens, cached tokens, output tokens and preemptions; left out if unchanged.
 - `windows`: the number of blocks that sequences hold in the block tables of layers with a window; left out if
   unchanged. `tables` does not list blocks of layers with a window.
@@ -25,7 +27,8 @@ A frame is a JSON-serializable dict of differences from the previous frame. Empt
   The counts are: used rows of host memory, blocks copied to host memory, blocks copied back, files of blocks, and
   blocks read from files. The first and fourth counts are current, and the other counts are totals.
 - `ttft`: seconds to the first token, for each sequence whose first token this step sampled.
-- `pooled`: if the engine pools, the seconds to the vector, for each sequence whose vector this step computed.
+- `pooled`: in an engine that returns vectors, the seconds to the vector, for each sequence whose vector this step
+  computed.
 - `key`: facts about the engine. A frame with `key` does not depend on earlier frames.
 
 The name of a sequence is its request's id, such as "12", or "12.3" if the request has several answers. Neither text nor
@@ -57,7 +60,7 @@ class SequenceView:
 
 @dataclass(slots=True)
 class View:
-    """The state after a number of frames. The page's script applies frames by the same rules."""
+    """The state after a number of frames. The web page's script applies frames by the same rules as this class."""
 
     engine: dict[str, Any]
     step: int = 0

@@ -24,9 +24,9 @@ class HarmonyParser:
     is_over = False  # another message may follow
 
     def __init__(self, reasoning: HarmonyReasoning, finds_calls: bool = False):
-        """reasoning: the state at the beginning of the answer. No other object may use this state.
+        """reasoning: the reasoning state at the beginning of the answer. No other object may use this HarmonyReasoning.
 
-        finds_calls: True to parse messages with a recipient as calls. Otherwise, these messages are content.
+        finds_calls: True to parse messages with a recipient as calls. If False, messages with a recipient are content.
         """
         self.reasoning, self._finds_calls = reasoning, finds_calls
         self._held = ""  # text that may be a part of a control
@@ -50,7 +50,7 @@ class HarmonyParser:
         list of texts and complete calls, so that no text is mistaken for a call. If the arguments of a call are not a
         JSON object, the call becomes a text.
 
-        token_ids: all new token ids, even if their text comes later; `None` if unknown.
+        token_ids: all new token ids, including those whose text comes later; `None` if unknown.
         """
         self.reasoning.take(token_ids or ())
         for token_id in token_ids or ():

@@ -33,12 +33,12 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 
 
 def error_response(error: ApiError, path: str, **headers: str) -> Response:
-    """Return the response for an error, with `headers`. The format is that of the API at `path`."""
+    """Return the response for an error, with the given headers. The body has the format of the API at `path`."""
     return json_response(error.body(path), error.status, error.headers | headers)
 
 
 def has_route(scope: Scope, method: str) -> bool:
-    """Return True if the application has a route for the request's path and this method."""
+    """Return True if the application has a route for the request's path and the given method."""
     return any(route.matches({**scope, "method": method})[0] is Match.FULL for route in scope["app"].routes)
 
 
@@ -67,12 +67,14 @@ def endpoint(route: APIRoute, seconds: float) -> Endpoint:
 class EventStream(Response):
     """A response of server-sent events. If an error occurs after the first event, the error is sent as an event.
 
-    Outputs are written to the connection by the code that delivers them, so no task has to wake up. While the client
-    has not taken the previous piece, nothing is written, and new events are merged.
+    The code that delivers outputs also writes them to the connection, so no task has to wake up. Until the client has
+    read the previous piece of the stream, nothing is written, and new events are merged.
     """
 
     def __init__(self, answer: Answer, end: Callable[[], None], until: float):
-        """end: called when no more events are needed. until: the deadline of the events, on the event loop's clock."""
+        """end: a function to call when no more events are needed.
+        until: the deadline of the events, on the event loop's clock.
+        """
         self.status_code, self.background = 200, None
         self.init_headers({"content-type": "text/event-stream; charset=utf-8"} | EVENT_STREAM_HEADERS)
         self._answer, self._end, self._until = answer, end, until
@@ -114,7 +116,7 @@ class EventStream(Response):
     def _write(self) -> None:
         """Write new events.
 
-        This method is called when events arrive, and when the client has taken the previous piece.
+        This method is called when events arrive, and when the client has read the previous piece.
         """
         if not self._connection.is_writable or self._is_over.done():
             return
@@ -143,7 +145,7 @@ class EventStream(Response):
 
 @contextmanager
 def while_connected(connection: Any, until: float) -> Iterator[None]:
-    """Cancel the `with` block if the client disconnects (ApiError) or the deadline passes (TimeoutError).
+    """Cancel the `with` block with an ApiError if the client disconnects, or with a TimeoutError at the deadline.
 
     connection: the BoundedProtocol of the request. The request's body must already have been read.
     until: the deadline, on the event loop's clock.

@@ -64,7 +64,7 @@ ZEROS = dict.fromkeys((*GAUGES, *COUNTERS, "blocks"), 0)
 
 
 class Metrics:
-    """The metrics of a server. Answers are counted when they end. `text` reads the engines' metrics.
+    """The metrics of a server. Answers are counted when they end. The method `text` reads the engines' metrics.
 
     Step sizes are reported for a single engine, not for replicas.
     """
@@ -160,7 +160,10 @@ class Metrics:
         return family
 
     def _count(self) -> None:
-        """Update the values from the stats. Counters never decrease, even after restarts or if stats are late."""
+        """Update the metrics from the engines' stats.
+
+        Counters never decrease, even if a replica restarts or its stats are late.
+        """
         for i, stats in enumerate(self._stats):
             engine, before = self._engines[i], self._before_restart[i]
             if stats is None:
@@ -193,7 +196,7 @@ class AllFronts(MultiProcessCollector):
 
 
 def _drafts(stats: dict[str, Any], name: str, default: Any = 0) -> Any:
-    """Return a count of speculative decoding. If an engine has no `speculative_config`, return `default`."""
+    """Return one of the counts of speculative decoding. If an engine has no `speculative_config`, return `default`."""
     return stats.get("spec_decode", {}).get(name, default)
 
 

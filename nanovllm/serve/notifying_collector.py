@@ -1,4 +1,7 @@
-"""Defines an output collector. No thread waits for outputs: functions are called in the engine's thread."""
+"""Defines an output collector.
+
+No thread has to wait for outputs, because the engine's thread calls functions that take the outputs.
+"""
 
 from collections.abc import Callable
 

@@ -83,7 +83,7 @@ class Api:
         return await self.converse(body, request, chat.ChatAnswer)
 
     async def converse(self, body: protocol.ChatBody, request: Request, form: Callable[..., Answer]) -> Response:
-        """Answer a conversation. `form` makes the answer from the arguments of ChatAnswer."""
+        """Answer a conversation. `form` is called with the arguments of ChatAnswer, and makes the answer."""
 
         def prepare() -> Prepared:
             require(body.logprobs or not body.top_logprobs, "top_logprobs: needs logprobs=true")
@@ -169,7 +169,7 @@ class Api:
         return prompt
 
     def model_name(self, name: str | None) -> str:
-        """Return the model name for an answer. Raises ApiError if this server does not have the model."""
+        """Return the model name to put into an answer. Raises ApiError if this server does not have the model."""
         if name is not None and name not in self.model_names and name not in self.adapters.by_name:
             served = ", ".join(map(repr, islice((*self.model_names, *self.adapters.by_name), 8)))
             problem = f"model {name!r:.80} is not served here; the server has {served}"

@@ -21,7 +21,7 @@ def source() -> str:
 
 
 def content_security_policy(is_live: bool) -> str:
-    """Return a policy that allows the page's script and style, which it identifies by hashes.
+    """Return a content security policy that identifies the page's script and style by hashes, and allows no others.
 
     If `is_live`, the policy also allows requests to the page's server.
     """

@@ -1,6 +1,7 @@
 """Defines the HTTP routes for embeddings (OpenAI's API), reranking (Cohere's and Jina's APIs) and classification.
 
-A server has one task. If a request is for another task, the error names the server's task.
+Each server has only one task, such as `embed` or `score`. If a request is for another task, the error names the
+server's task.
 """
 
 import asyncio
@@ -67,7 +68,7 @@ class ClassifyBody(InputBody):
 
 
 class PairBody(PoolingBody):
-    """The fields common to reranking and scores."""
+    """The fields that requests for reranking and requests for scores share."""
 
     instruction: str | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
@@ -186,7 +187,10 @@ class PoolingApi:
 
 
 def prepared(body: InputBody, prefix: str = "") -> list[Any]:
-    """Return a body's prompts. If the body has tokenization options, each prompt is a function that tokenizes."""
+    """Return a body's prompts.
+
+    If the body has tokenization options, each returned prompt is a function that tokenizes the prompt.
+    """
     prompts = [with_prefix(prompt, prefix) for prompt in body.prompts()]
     if body.add_special_tokens is None and body.truncate_prompt_tokens is None:
         return prompts
@@ -194,7 +198,7 @@ def prepared(body: InputBody, prefix: str = "") -> list[Any]:
 
 
 async def listed(answer: dict[str, Any], entry: Callable[[PoolingOutput], dict[str, Any]]) -> Response:
-    """Encode outputs in a thread, because a thousand vectors take a long time."""
+    """Encode outputs in a thread, because encoding a thousand vectors takes a long time."""
 
     def data() -> list[Any]:
         return [encoded({"index": i} | entry(output)) for i, output in enumerate(answer["data"])]

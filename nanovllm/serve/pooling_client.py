@@ -29,7 +29,7 @@ async def embed(
     truncate_prompt_tokens: int | None = None,
     **options: Any,
 ) -> list[PoolingOutput]:
-    """Return embeddings, as `LLM.embed` does. `options` are options of `submit`."""
+    """Return embeddings, as `LLM.embed` does. `options` are passed to `EngineClient.submit`."""
     config = self.input_processor.config
     check_task(config, "embed")
     prefix = prefix_of(config, prompt_name, instruction)
@@ -49,7 +49,7 @@ async def score(
     max_tokens_per_doc: int | None = None,
     **options: Any,
 ) -> list[PoolingOutput]:
-    """Score documents, as `LLM.score` does. `options` are options of `submit`."""
+    """Score documents, as `LLM.score` does. `options` are passed to `EngineClient.submit`."""
     check_task(self.input_processor.config, "score")
     pairs = pairs_of(query, documents)
     limits: dict[str, Any] = dict(truncate_prompt_tokens=truncate_prompt_tokens, max_tokens_per_doc=max_tokens_per_doc)
@@ -65,14 +65,17 @@ async def classify(
     truncate_prompt_tokens: int | None = None,
     **options: Any,
 ) -> list[PoolingOutput]:
-    """Classify texts, as `LLM.classify` does. `options` are options of `submit`."""
+    """Classify texts, as `LLM.classify` does. `options` are passed to `EngineClient.submit`."""
     check_task(self.input_processor.config, "classify", "score")
     texts = _cut(as_prompts(prompts), truncate_prompt_tokens)
     return await pool(self, texts, PoolingParams(use_activation=use_activation), **options)
 
 
 def _cut(prompts: list[Prompt], num_kept: int | None) -> list[Any]:
-    """Return functions that cut the prompts to `num_kept` tokens in a lane. None leaves the prompts unchanged."""
+    """Return functions that tokenize the prompts and cut them to `num_kept` tokens.
+
+    If `num_kept` is None, return the prompts unchanged.
+    """
     return prompts if num_kept is None else [partial(cut_prompt, prompt, num_kept) for prompt in prompts]
 
 

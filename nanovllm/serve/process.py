@@ -1,4 +1,4 @@
-"""Prepares a serving process, before the process does anything else."""
+"""Prepares a process of the server before the process does anything else."""
 
 import logging
 import sys

@@ -1,6 +1,6 @@
-"""Tokenizes prompts, so that long texts do not delay short texts.
+"""Tokenizes prompts in such a way that long texts do not delay short texts.
 
-If a text must exceed the context length, it is refused without being tokenized.
+A text that is certain to exceed the context length is refused without being tokenized.
 """
 
 import json
@@ -23,12 +23,12 @@ PromptSource = Prompt | Callable[["PromptLane"], Prompt]
 
 
 def reads_images(source: PromptSource) -> bool:
-    """Return whether a prompt has images. If `source` is a `functools.partial`, its arguments are checked."""
+    """Return whether a prompt has images. If `source` is a `functools.partial`, the prompt is among its arguments."""
     return any(map(has_images, source.args)) if isinstance(source, partial) else has_images(source)
 
 
 class LongTextError(Exception):
-    """The text is too long for the lane for short texts."""
+    """The text is too long for the PromptLane that tokenizes short texts."""
 
 
 class RenderedChat(str):
@@ -36,7 +36,10 @@ class RenderedChat(str):
 
 
 class PromptLane(InputProcessor):
-    """One of two lanes that tokenize prompts. The lane for long texts has its own tokenizer and its own lock."""
+    """One of two objects that tokenize prompts.
+
+    The PromptLane for long texts has its own tokenizer and its own lock.
+    """
 
     def __init__(self, processor: InputProcessor, takes_long_texts: bool):
         tokenizer = deepcopy(processor.tokenizer) if takes_long_texts else processor.tokenizer
@@ -46,9 +49,10 @@ class PromptLane(InputProcessor):
         self.takes_long_texts, self._longest_token = takes_long_texts, longest_token(tokenizer)
 
     def encode(self, text: str, add_special_tokens: bool = True, is_cut: bool = False) -> list[int]:
-        """Return the token ids of a text. Raises LongTextError if the text belongs in the lane for long texts.
+        """Return the token ids of a text.
 
-        Raises ValueError if the text can't fit into the context, unless the caller truncates the tokens (`is_cut`).
+        Raises LongTextError if the PromptLane for long texts must tokenize the text. Raises ValueError if the text
+        can't fit into the context. If `is_cut` is True, the caller truncates the tokens, so any length is allowed.
         """
         is_elsewhere = len(text) > LONG_TEXT and not self.takes_long_texts
         if self._longest_token is not None and not is_cut:
@@ -80,7 +84,7 @@ class PromptLane(InputProcessor):
 def tokenized(
     body: Any, prompt: Any, template_arguments: Mapping | None, max_tokens: int | None, lane: PromptLane
 ) -> TokensPrompt:
-    """Tokenize a prompt. The fields of `body`, a protocol.TextBody, contain the options.
+    """Tokenize a prompt. The options are fields of `body`, which is a protocol.TextBody.
 
     By default, special tokens are added to text, but not to the output of a chat template. Raises ValueError if
     `truncate_prompt_tokens` plus `max_tokens` exceeds the context length.
@@ -104,7 +108,7 @@ def tokenized(
 
 
 def tokens_prompt(token_ids: list[int], text: str | None, images: Any = None) -> TokensPrompt:
-    """Return a tokenized prompt without the parts that are None."""
+    """Return a TokensPrompt that leaves out the arguments that are None."""
     parts = {"prompt_token_ids": token_ids, "prompt": text, "multi_modal_data": images}
     return cast(TokensPrompt, {name: part for name, part in parts.items() if part is not None})
 
@@ -112,9 +116,9 @@ def tokens_prompt(token_ids: list[int], text: str | None, images: Any = None) ->
 def longest_token(tokenizer: Any) -> int | None:
     """Return how many bytes of normalized UTF-8 text a token can contain, or `None` if there is no maximum.
 
-    There is a bound under three conditions:
+    A maximum exists if three conditions hold:
     - The vocabulary contains every byte, so no token represents unknown text.
-    - Normalizers and pre-tokenizers remove nothing. The text between two special tokens is treated like a whole text.
+    - Normalizers and pre-tokenizers remove no text. The text between two special tokens is treated like a whole text.
     - No special token absorbs the spaces around it.
     """
     backend, added = tokenizer.backend_tokenizer, tokenizer.added_tokens_decoder.values()

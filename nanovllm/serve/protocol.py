@@ -1,8 +1,8 @@
 """Defines the request bodies of the HTTP API, with OpenAI's and vLLM's fields. Other fields are ignored.
 
 Bodies are checked in the event loop, so the time of a check must be bounded. For example, two megabytes of wrong items
-would produce a million errors, which take seconds. Therefore, only the first wrong item of a list is reported, and the
-contents of large dicts are not checked here.
+would produce a million errors, which take seconds. Therefore, only the first wrong item of a list is reported, and this
+module does not check the contents of large dicts.
 """
 
 import logging
@@ -64,7 +64,7 @@ IGNORED = IgnoredFields()
 
 
 def only(*allowed: Any) -> AfterValidator:
-    """Make a validator for a field that has no effect here. The field must be `null` or one of `allowed`."""
+    """Make a validator for a field that has no effect in this server. The field must be `null` or one of `allowed`."""
 
     def check(value: Any) -> Any:
         if value not in allowed:
@@ -76,7 +76,7 @@ def only(*allowed: Any) -> AfterValidator:
 
 
 class Item(BaseModel):
-    """A part of a body. Unknown fields are ignored."""
+    """A part of a request body. Unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=())
 
@@ -134,7 +134,7 @@ class TextBody(Body):
 
 
 class GenerationBody(TextBody):
-    """The fields that completions and chats share. `None` selects the default of the model or the engine."""
+    """The fields that completion and chat requests share. `None` selects the default of the model or the engine."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -271,7 +271,7 @@ class ChatBody(ChatFields, GenerationBody):
 
 
 def translated(form: type[ChatBody], fields: dict[str, Any]) -> ChatBody:
-    """Translate another endpoint's body to a chat body. Error messages use that endpoint's field names."""
+    """Translate another endpoint's body to a chat body. Error messages use the other endpoint's field names."""
     try:
         return form.model_validate(fields)
     except ValidationError as validation_error:
@@ -303,10 +303,10 @@ class DetokenizeBody(Body):
 def sampling_params(
     body: GenerationBody, defaults: dict[str, Any], structured_outputs: dict[str, Any] | None, **special: Any
 ) -> SamplingParams:
-    """Return the parameters of a request.
+    """Return the SamplingParams of a request.
 
     Each parameter comes from `special`, else from the body, else from `defaults`. `special` contains parameters that
-    endpoints define differently, such as `logprobs`. Raises the errors of SamplingParams.
+    endpoints define differently, such as `logprobs`. Raises the same errors as SamplingParams.
     """
     names = SamplingParams.__dataclass_fields__
     sent = {name: value for name in names if (value := getattr(body, name, None)) is not None}
@@ -322,7 +322,10 @@ def sampling_params(
 
 
 def beam_search_params(body: GenerationBody, params: SamplingParams, max_model_len: int) -> BeamSearchParams:
-    """Return parameters for a search with `n` beams. Raises ApiError if beam search does not support an option."""
+    """Return the parameters of a beam search with `n` beams.
+
+    Raises ApiError if beam search does not support an option.
+    """
     unsupported = {name: getattr(params, name) for name in ("logprobs", "prompt_logprobs", "structured_outputs")}
     unsupported |= {"stream": body.stream or None, "stop": params.stop or None, "cache_salt": body.cache_salt}
     for name, value in unsupported.items():

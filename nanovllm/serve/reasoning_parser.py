@@ -14,10 +14,10 @@ def make_reasoning_parser(reasoning: Reasoning, tools: ToolParser | None = None)
 
 
 class ReasoningParser:
-    """Splits the text of one answer. The token ids determine where the reasoning ends."""
+    """Splits the text of one answer into reasoning and content. The token ids determine where the reasoning ends."""
 
     def __init__(self, reasoning: Reasoning):
-        """reasoning: the state at the beginning of the answer. No other object may use this state."""
+        """reasoning: the reasoning state at the beginning of the answer. No other object may use this Reasoning."""
         self.reasoning = reasoning
         self._begin, self._end = (marker.decode() for marker in (reasoning.markers.begin, reasoning.markers.end))
         self._held = ""  # text that may be part of a marker, or white space between the reasoning and the answer
@@ -27,13 +27,13 @@ class ReasoningParser:
 
     @property
     def is_over(self) -> bool:
-        """Whether the reasoning has ended, so that all further text is content."""
+        """True if the reasoning has ended, so all further text is content."""
         return self._place == "after"
 
     def feed(self, text: str, is_last: bool = False, token_ids: list[int] | None = None) -> tuple[str, str]:
         """Return the new reasoning and the new answer text. Text that may be part of a marker is held back.
 
-        token_ids: all new token ids, even if their text comes later; `None` if unknown.
+        token_ids: all new token ids, including those whose text comes later; `None` if unknown.
         """
         if token_ids is None:
             self.reasoning.take_text(text.encode())
@@ -64,7 +64,7 @@ class ReasoningParser:
         return self._place != "before"
 
     def _passes_repetition(self, is_last: bool) -> bool:
-        """If the reasoning began in the prompt, and the model repeats the begin marker, drop the marker.
+        """Drop the begin marker if the reasoning began in the prompt and the model repeats the marker.
 
         Return False if more text is needed.
         """

@@ -34,17 +34,18 @@ UNREAD_SECONDS = 120.0  # a connection is reset after this time if its client do
 
 
 class RequestLimits:
-    """ASGI middleware that checks the host and the API key. The middleware reads the body, within limits.
+    """ASGI middleware that checks the host and the API key.
 
-    A route begins when the whole body has arrived, so it never waits for a client that sends slowly.
+    The middleware reads the body of a request, and limits the body's size and the time to receive it. A route's
+    function starts after the whole body has arrived, so it never waits for a client that sends slowly.
     """
 
     def __init__(
         self, app: Any, settings: ServerSettings, endpoints: Mapping[str, Endpoint], expects_images: bool = False
     ):
-        """endpoints: maps a path to the function that answers its POST requests instead of `app`. Each iteration of the
-        event loop admits only a few POST requests, so that a burst does not delay other work.
-        expects_images: True if bodies may be long because of images. Long bodies with many commas are then refused.
+        """endpoints: for each path, the function that answers POST requests instead of `app`. Each iteration of the
+            event loop admits only a few POST requests, so that a burst does not delay other work.
+        expects_images: True if bodies may be long because of images. If True, long bodies with many commas are refused.
         """
         self._expects_images = expects_images
         self._endpoints, self._turns = endpoints, LoopTurns(*ADMITTED_PER_TURN, REQUEST_SECONDS)
@@ -113,7 +114,7 @@ class RequestLimits:
             raise ApiError(403, "the Origin header names a web page that may not call this server")
 
     def _checked_keys(self, headers: dict[bytes, bytes]) -> list[bytes]:
-        """Return the client's valid API keys."""
+        """Return the valid API keys that the client has sent."""
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         # clients of Anthropic's API send the key as x-api-key
         sent_keys = (bearer.strip() if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b""))
@@ -159,7 +160,10 @@ class RequestLimits:
 
 
 async def _answer_head(answer: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer with the headers that a GET would get. The body is not produced, because it may be an endless stream."""
+    """Answer a HEAD request with the headers that a GET request would get.
+
+    The body is not produced, because it may be an endless stream.
+    """
     with CancelScope() as body:
 
         async def send_headers(message: Message) -> None:
@@ -172,11 +176,11 @@ async def _answer_head(answer: ASGIApp, scope: Scope, receive: Receive, send: Se
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 protocol without pipelining. The size of headers and the time to send them are limited.
+    """uvicorn's HTTP/1.1 protocol without pipelining. The size of the headers, and the time to send them, are limited.
 
-    uvicorn closes idle connections, but its timer stops at the first byte of a request. The client then has
-    `HEADER_SECONDS` to send all headers. Requests to upgrade the protocol are ignored, as HTTP permits. If a request is
-    invalid or is refused before routing, the error has the API's usual format.
+    uvicorn closes idle connections, but its timer stops at the first byte of a request. After the first byte, the
+    client has `HEADER_SECONDS` seconds to send all headers. Requests to upgrade the protocol are ignored, as HTTP
+    permits. If a request is invalid or is refused before routing, the error has the API's usual format.
     """
 
     is_lost = False  # True when the client has closed the connection
@@ -223,7 +227,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _parse(self, data: bytes) -> None:
         """Feed data to the parser. If a request asks for an upgrade, it is parsed again without the upgrade header.
 
-        The parser stops before the body of a request that asks for an upgrade. A new parser then reads the request
+        The parser stops before the body of a request that asks for an upgrade, so a new parser reads the whole request
         again. The old parser would accept no further request after `connection: close` or an HTTP/1.0 request.
         """
         while data:

@@ -49,7 +49,7 @@ class ResponsesBody(GenerationBody):
 
 
 class Conversation(ChatBody):
-    """A chat body, which was translated from a request to /v1/responses."""
+    """A chat body that was translated from a request to /v1/responses."""
 
     own_names: ClassVar = ChatBody.own_names | {
         "messages": "input",
@@ -78,7 +78,10 @@ class ResponseStore:
             self.remove(next(iter(self._entries)))
 
     def get(self, name: str) -> tuple[bytes, bytes]:
-        """Return the response and the preceding items. Raises ApiError (404) if the response is not stored."""
+        """Return the response and the conversation items before it.
+
+        Raises ApiError (404) if the response is not stored.
+        """
         if name not in self._entries:
             raise ApiError(404, f"Response with id {name!r:.80} not found. {NOT_FOUND}")
         self._entries[name] = self._entries.pop(name)
@@ -188,7 +191,7 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _content(content: Any, index: int) -> str | list[dict[str, Any]]:
-    """Return a chat message's content. If there are images or several texts, this is a list, else a string."""
+    """Return a chat message's content. The content is a list if there are images or several texts, else a string."""
     if isinstance(content, list) and any(map(is_image, content)):
         as_text = lambda part: {"type": "text", "text": _texts([part], index)[0]}
         return [part if is_image(part) else as_text(part) for part in content]

@@ -34,7 +34,7 @@ def allow_connections(number: int) -> None:
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server. Before it listens, it starts the engine in its event loop."""
+    """A uvicorn server. Before the server listens, it starts the engine in the server's event loop."""
 
     def __init__(self, config: uvicorn.Config, llm: EngineClient):
         super().__init__(config)
@@ -95,7 +95,7 @@ def run_server(
 ) -> int:
     """Serve until SIGTERM, Ctrl-C or an engine failure, and return the exit status of the process.
 
-    on_start: called once the server listens.
+    on_start: a function to call once the server listens.
     """
     allow_connections(settings.max_connections)
     server = make_server(llm, settings, model)

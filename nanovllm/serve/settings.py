@@ -37,36 +37,37 @@ class ServerSettings:
         process list.
     allowed_origins: an origin whose web pages may call the server from a browser; by default, only the server's own
         page may do so.
-    allowed_hosts: a name to accept in a request's Host header. By default, a server whose `host` is a loopback address
-        accepts only the loopback names, and other servers accept any name. This restriction protects local servers
-        against DNS rebinding: a web page of an attacker reaches the server through a domain name that the attacker
-        controls.
+    allowed_hosts: a name to accept in a request's Host header. By default, a server on a loopback address accepts only
+        the loopback names, and any other server accepts all names. The restriction protects local servers against DNS
+        rebinding, where an attacker's web page reaches the server through a domain name that the attacker controls.
     served_model_name: the names of the model in the API; by default MODEL, or the folder's name if MODEL is a path.
-    lora_modules: the adapters that clients can choose as `model`, each as NAME=PATH; they need the engine's setting
+    lora_modules: the adapters that clients can choose as `model`, each as NAME=PATH. Adapters need the engine's setting
         `enable_lora`.
     allow_runtime_lora_updating: allow clients to add and remove adapters with `/v1/load_lora_adapter` and
         `/v1/unload_lora_adapter`. With this setting, clients can make the server read any folder.
     chat_template: the chat template, or the path of a file with the template; by default the model's template.
-    tool_call_parser: the format of tool calls: "hermes" ("qwen", "qwen25", "qwen3"), "qwen3_coder" ("qwen3_xml"),
-        "seed_oss", "llama3_json" ("llama4_json"), "mistral", "deepseek_v3" ("deepseek_v31") or "openai" (gpt-oss).
-        "none" leaves the calls in the content. "auto" detects the format from the chat template. If no format is found,
-        requests with tools are refused.
-    reasoning_parser: the format of reasoning, which is returned as `reasoning` and `reasoning_content`: "think"
-        ("qwen3", "deepseek_v3", "glm45"), "deepseek_r1" (answers may contain only the end marker), "mistral",
-        "seed_oss" or "openai_gptoss". "none" leaves the reasoning in the content. "auto" detects the format from the
-        chat template.
-    trust_request_chat_template: allow requests to contain a chat template. A template is a program, which runs in
+    tool_call_parser: the format of tool calls, with other names for a format in parentheses: "hermes" ("qwen",
+        "qwen25", "qwen3"), "qwen3_coder" ("qwen3_xml"), "seed_oss", "llama3_json" ("llama4_json"), "mistral",
+        "deepseek_v3" ("deepseek_v31") or "openai" (for gpt-oss). With "none", the calls stay in the content. With
+        "auto", the chat template determines the format. If the template has no known format, requests with tools are
+        refused.
+    reasoning_parser: the format of reasoning, with other names for a format in parentheses: "think" ("qwen3",
+        "deepseek_v3", "glm45"), "deepseek_r1" (answers may contain only the end marker), "mistral", "seed_oss" or
+        "openai_gptoss". Answers contain the reasoning as `reasoning` and `reasoning_content`. With "none", the
+        reasoning stays in the content. With "auto", the chat template determines the format.
+    trust_request_chat_template: allow requests to contain a chat template. A template is a program that runs in
         jinja2's sandbox, in a process that is limited to 2 seconds and 512 MiB per template.
     max_body_bytes: maximum size of a request body; by default 2 MiB, or 32 MiB if the model takes images.
-    max_answers: maximum number of answers per request. A request has as many answers as its number of prompts times
-        `n`.
+    max_answers: maximum number of answers per request. The number of answers of a request is its number of prompts
+        times `n`.
     request_timeout: seconds after which a request is ended, including its time in the queue.
     body_timeout: seconds within which the body of a request must arrive.
     timeout_keep_alive: seconds after which an idle connection is closed; by default the value of the environment
         variable VLLM_HTTP_TIMEOUT_KEEP_ALIVE, or 120 if it is not set. Many clients reuse connections that were idle
-        for up to 90 seconds. A request fails if the server closes the connection at the same moment.
+        for up to 90 seconds. A request fails if the server closes the connection at the moment when the client sends
+        the request.
     max_connections: maximum number of open connections. To accept a further connection, the server closes the
-        connection that has been idle longest. If no connection is idle, the new connection gets a 503.
+        connection that has been idle longest. If no connection is idle, the new connection gets the HTTP status 503.
     drain_seconds: the number of seconds that running requests get to finish after SIGTERM or Ctrl-C.
     access_log: print a line for each request.
     enable_openapi: describe the API at `/openapi.json`.
@@ -77,13 +78,14 @@ class ServerSettings:
     root_path: the path under which a proxy exposes this server.
     uds: the path of a Unix domain socket to listen on instead of `host` and `port`.
     max_queued_requests: maximum number of waiting answers, in addition to the `max_num_seqs` running answers. Further
-        requests get a 429.
-    data_parallel_size: the number of engines, each on separate GPUs. Several engines run as Ray actors.
+        requests get the HTTP status 429.
+    data_parallel_size: the number of engines, each on separate GPUs. If there are several engines, they run as Ray
+        actors.
     api_server_count: the number of HTTP processes in addition to the engine's process; with 0, the engine's process
         also handles HTTP. The default is 1 on machines with at least 4 cores. The default is 0 on machines with fewer
         cores, with several engines, and with `enable_dev_endpoints`.
 
-    Raises ValueError or TypeError, which states the value and the bound.
+    Raises ValueError or TypeError with a message that states the wrong value and the bound.
     """
 
     host: str = "127.0.0.1"
@@ -157,11 +159,11 @@ class ServerSettings:
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach the server."""
+        """True if only this machine can reach the server."""
         return self.uds is not None or self.host in ("localhost", "127.0.0.1", "::1")
 
     def hosts(self) -> tuple[str, ...] | None:
-        """Return the accepted values of the Host header, without port. None means that any value is accepted."""
+        """Return the accepted values of the Host header, without the port. None means that any value is accepted."""
         if self.allowed_hosts is None and self.is_local and self.uds is None:  # web pages can't reach a Unix socket
             return LOOPBACK_HOSTS
         return self.allowed_hosts

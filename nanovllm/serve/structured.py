@@ -1,4 +1,4 @@
-"""Translates request fields to `SamplingParams.structured_outputs`. These fields define the answer's structure."""
+"""Translates the request fields that define an answer's structure to `SamplingParams.structured_outputs`."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ def _of_response_format(body: GenerationBody) -> dict[str, Any] | None:
 
 
 def _of_tool_choice(body: ChatBody) -> dict[str, Any] | None:
-    """If `tool_choice` forces a call, return the answer's schema, else None. WholeParser parses such an answer."""
+    """If `tool_choice` forces a call, return the answer's schema, else None. WholeParser parses a forced call."""
     if body.tool_choice in (None, "none"):
         return None
     tools = require(body.tools, "tool_choice: there are no tools")
@@ -69,7 +69,8 @@ def _of_tool_choice(body: ChatBody) -> dict[str, Any] | None:
 def _call_schema(tool: Tool, uri: str) -> dict[str, Any]:
     """Return the schema of a call.
 
-    uri: the `$id` of the parameters' schema. References such as `#/$defs/Item` then refer to the parameters' schema.
+    uri: the `$id` of the parameters' schema. With this `$id`, references such as `#/$defs/Item` refer to the
+        parameters' schema.
     """
     # without $schema, the newest draft applies; in drafts before 2019-09, a `$ref` would hide the `$id` next to it
     parameters = {name: value for name, value in _parameters(tool).items() if name != "$schema"} | {"$id": uri}

@@ -1,8 +1,8 @@
-"""Renders chat templates in separate processes. These processes are used if rendering may be slow.
+"""Renders chat templates in separate processes if rendering may be slow.
 
-A template is a program, and jinja2's sandbox limits neither its time nor its memory. An expression such as `'a' *
-10**10` or a huge width in a format can take all memory. A few nested loops can take hours. A process can be killed, but
-a thread can't.
+A template is a program, and jinja2's sandbox limits neither the time nor the memory of a template. An expression such
+as `'a' * 10**10` or a huge width in a format can take all memory. A few nested loops can take hours. A process can be
+killed, but a thread can't.
 """
 
 import json
@@ -63,8 +63,8 @@ def may_take_long(body: Any, own_template: Any) -> bool:
     """Return whether rendering a conversation (a protocol.ChatFields) may be slow.
 
     Rendering may be slow if the client sends a template. The server's template may be slow if it could loop over many
-    messages, or over arguments other than bools and short texts. A number can't make rendering slow if the template
-    does not contain the argument's name.
+    messages, or over arguments other than bools and short texts. An argument that is a number can't make rendering slow
+    if the template does not contain the argument's name.
     """
     unused = lambda name, x: isinstance(x, (int, float)) and name not in str(own_template)
     arguments = (body.chat_template_kwargs or {}).items()
@@ -77,7 +77,7 @@ def _is_short_text(value: Any) -> bool:
 
 
 class TemplateSandbox:
-    """Runs rendering processes, from the first use to `close`. Any thread may use the sandbox."""
+    """Runs the processes that render templates, from the first use until `close`. Any thread may use the sandbox."""
 
     def __init__(self, tokenizer: Any):
         """tokenizer: its chat template is the default."""
@@ -94,7 +94,7 @@ class TemplateSandbox:
             process.wait()
 
     def render(self, messages: list[Message], template_arguments: Mapping[str, Any]) -> str:
-        """Call `render_chat` in a process.
+        """Call `render_chat` in a separate process.
 
         Raises ValueError if the call exceeds a limit, and RuntimeError after `close`.
         """

@@ -35,7 +35,7 @@ class ToolParser:
         self._held = ""  # text that may belong to a call
 
     def feed(self, text: str, is_last: bool = False) -> list[Part]:
-        """Append `text` to the held text. Return the held text's content and complete calls.
+        """Append `text` to the held text. Return the content and the complete calls in the held text.
 
         If `is_last` is True, no text is held back.
         """
@@ -51,7 +51,7 @@ class MarkedParser(ToolParser):
     """A parser for answers with any number of calls, and text between calls. Each call begins with a marker.
 
     A call consists of a head and a body, which begins with the arguments. White space around calls is not content. The
-    time is linear in the length of the text, whatever the size of the pieces.
+    parsing time is linear in the length of the text, whatever the size of the pieces.
     """
 
     HEAD: ClassVar[re.Pattern[str]]  # matches the head with its marker; at most MAX_HEAD characters
@@ -150,7 +150,10 @@ class MarkedParser(ToolParser):
         return True
 
     def _content(self, end: int) -> str:
-        """Move `_start` to `end`. Return the text between them, or "" while it may be white space around a call."""
+        """Move `_start` to `end`.
+
+        Return the text from the old to the new `_start`, or "" if this text may be white space around a call.
+        """
         text, self._start = self._held[self._start : end], end
         if self._space is not None:
             self._space.append(text)
@@ -162,7 +165,10 @@ class MarkedParser(ToolParser):
 
 
 class JsonParser(MarkedParser):
-    """A parser for calls with JSON arguments. The function's name is in the JSON or in the head's group "name"."""
+    """A parser for calls with JSON arguments.
+
+    The function's name is in the JSON, or in the group "name" of the head's pattern.
+    """
 
     def _begin_body(self, head: re.Match[str]) -> None:
         self._json = JsonScanner(head.end())
@@ -203,15 +209,17 @@ class XmlParser(HermesParser):
 
     The types of the arguments come from the schemas.
 
-        <tool_call>
-        <function=NAME>
-        <parameter=NAME>
-        value
-        </parameter>
-        </function>
-        </tool_call>
+    ```xml
+    <tool_call>
+    <function=NAME>
+    <parameter=NAME>
+    value
+    </parameter>
+    </function>
+    </tool_call>
+    ```
 
-    The models sometimes omit the first line or the line `</function>`. Sometimes they write JSON instead.
+    The models sometimes omit the first line or the line `</function>`. Sometimes the models write JSON instead of XML.
     """
 
     CALL, CALL_END, FUNCTION_END, PARAMETER_END = "<tool_call>", "</tool_call>", "</function>", "</parameter>"
@@ -260,7 +268,7 @@ class XmlParser(HermesParser):
 
 
 class SeedParser(XmlParser):
-    """Parses the same XML between `<seed:tool_call>` and `</seed:tool_call>` (Seed-OSS)."""
+    """Parses the same XML as XmlParser, but between `<seed:tool_call>` and `</seed:tool_call>` (Seed-OSS)."""
 
     CALL, CALL_END = "<seed:tool_call>", "</seed:tool_call>"
     markers = (CALL, "<function=")
@@ -268,7 +276,7 @@ class SeedParser(XmlParser):
 
 
 class MistralParser(JsonParser):
-    """Parses `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]` or `[TOOL_CALLS]name[ARGS]{...}` for each call.
+    """Parses `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or one `[TOOL_CALLS]name[ARGS]{...}` per call.
 
     An id after `[CALL_ID]` is ignored.
     """
@@ -300,7 +308,8 @@ class DeepSeekParser(JsonParser):
 class HarmonyToolParser(JsonParser):
     """Parses calls in the harmony format (reasoning/harmony.py): messages with a recipient.
 
-    This parser is used if reasoning is not parsed. If reasoning is parsed, a HarmonyParser finds the calls by tokens.
+    This parser is used if reasoning is not parsed. If reasoning is parsed, a HarmonyParser finds the calls by token
+    ids.
     """
 
     markers = ("<|channel|>", "<|start|>")
@@ -408,7 +417,8 @@ def parsed(text: str) -> Any:
 class JsonScanner:
     """Finds the end of a JSON object or list while the text arrives. The scanner reads each character once.
 
-    The scanner detects some invalid JSON early, such as a word after a string. `parsed` detects the remaining errors.
+    The scanner detects some invalid JSON early, such as a word after a string. The function `parsed` detects the
+    remaining errors.
     """
 
     _NEXT = re.compile(r"[ \t\r\n]*([\w.+-]+|[^ \t\r\n]?)")  # a word is a number, true, false or null
@@ -423,7 +433,7 @@ class JsonScanner:
     def end(self, text: str) -> int | None:
         """Return the index where the JSON ends, or None if `text` does not contain the end.
 
-        `text` must begin with the previous call's `text`. Raises ValueError if `text` is not JSON.
+        `text` must begin with the `text` that was passed to `end` before. Raises ValueError if `text` is not JSON.
         """
         while not self._is_in_string or self._passes_string(text):
             match: Any = self._NEXT.match(text, self._place)
@@ -447,7 +457,7 @@ class JsonScanner:
         return None
 
     def _passes_string(self, text: str) -> bool:
-        """Skip to the end of the current string. Return False if `text` does not contain the end."""
+        """Skip to the end of the current string. Return False if `text` does not contain the end of the string."""
         while (match := self._IN_STRING.search(text, self._place)) is not None:
             if match[0] == "\\" and match.end() == len(text):
                 self._place = match.start()
@@ -540,7 +550,7 @@ def _typed(text: str, schema: Any, key: str) -> Any:
 
 
 def _types_of(schema: Any, root: Any, depth: int = 8) -> set[str]:
-    """Return the types that a schema allows, or an empty set if the schema names none."""
+    """Return the types that a schema allows, or an empty set if the schema names no type."""
     if not isinstance(schema, dict) or depth == 0:
         return set()
     types = schema.get("type")

@@ -32,7 +32,7 @@ logger = logging.getLogger("nanovllm")
 
 @contextmanager
 def trace(llm: LLM, path: str | Path, max_steps: int = 20_000) -> Iterator["StepRecorder"]:
-    """Record the engine's steps during a `with` block. Write them to an HTML file, which works without a network.
+    """Record the engine's steps during a `with` block. Write the steps to an HTML file, which works without a network.
 
     The file contains the last `max_steps` steps. The file is also written if the block raises an error. Raises
     FileNotFoundError if the folder of `path` does not exist.
@@ -49,11 +49,11 @@ def trace(llm: LLM, path: str | Path, max_steps: int = 20_000) -> Iterator["Step
 
 
 class StepRecorder:
-    """Makes a frame after each step, and stores the last `max_frames` frames. A frame describes the engine's state.
+    """Makes a frame after each step, and stores the last `max_frames` frames.
 
-    A frame stores only differences. The time to make a frame therefore depends on the numbers of running sequences and
-    changed blocks, not on the size of the cache. Any number of threads may read the frames. Dropped frames are merged
-    into a key frame, where every reader starts.
+    A frame stores how the engine's state differs from the previous frame. The time to make a frame depends on the
+    numbers of running sequences and changed blocks, but not on the size of the cache. Any number of threads may read
+    the frames. Dropped frames are merged into a key frame, where every reader starts.
     """
 
     def __init__(self, llm: LLM, max_frames: int = 512):
@@ -116,7 +116,7 @@ class StepRecorder:
         self._engine_thread.call(self._stop)
 
     def refresh(self) -> None:
-        """Add a frame if the state has changed without a step. The last request may have been aborted, for example."""
+        """Add a frame if the state has changed without a step, for example because the last request was aborted."""
         self._engine_thread.call(self._refresh)
 
     @property
@@ -125,7 +125,7 @@ class StepRecorder:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no sequence was waiting or running at the last frame."""
+        """True if no sequence was waiting or running at the last frame."""
         return not self._tables and not self._waiting[0]
 
     def frames_since(self, last: int) -> tuple[list[Frame], int]:
@@ -143,7 +143,7 @@ class StepRecorder:
     def json_since(self, last: int) -> tuple[str, int]:
         """Return the frames of `frames_since` as JSON, or "" if there are none. Also return the last frame's number.
 
-        If several readers need the same frames, the frames are encoded once.
+        If several readers need the same frames, the frames are encoded only once.
         """
         begin, end, text = self._encoded
         if last != begin or end != self._first + len(self._frames) - 1:
@@ -249,7 +249,7 @@ class StepRecorder:
         return unused
 
     def _release(self, seq: Sequence, frame: Frame) -> list[int]:
-        """Add a released sequence to the frame. Return the ids of the blocks that it used.
+        """Add a released sequence to the frame. Return the ids of the blocks that the sequence used.
 
         A released sequence gets a new table, so the recorded table still contains the ids.
         """
@@ -296,7 +296,7 @@ class StepRecorder:
     def _has_missed(self, step: ScheduledStep) -> bool:
         """Return True if a sequence has started and ended between two frames.
 
-        The recorder does not know the blocks that such a sequence may have evicted.
+        The recorder does not know which blocks a missed sequence may have evicted.
         """
         seqs = chain((seq for seq, _, _ in step.chunks), step.sampled_seqs[step.num_decodes :])
         return any(seq not in self._tables and seq not in self._just_released for seq in seqs)

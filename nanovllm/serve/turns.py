@@ -1,4 +1,4 @@
-"""Makes waiting fair. If a client has many slow requests, they wait for each other, but do not delay other clients."""
+"""Makes waiting fair. The slow requests of one client wait for each other, but do not delay other clients."""
 
 import asyncio
 from collections import deque
@@ -20,9 +20,9 @@ class ClientTurns:
         self._turns: WeakValueDictionary[Hashable, asyncio.Semaphore] = WeakValueDictionary()  # only semaphores in use
 
     async def run(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Run `call` when the client has a free turn.
+        """Wait until fewer than `num_turns` calls of the client run, then run `call`.
 
-        If the client disconnects, `call` continues and keeps its turn.
+        If the client disconnects, `call` continues, and still counts as a running call.
         """
         turn = self._turns.setdefault(CLIENT.get(), asyncio.Semaphore(self._num_turns))
         await turn.acquire()
@@ -34,8 +34,8 @@ class ClientTurns:
 class LoopTurns:
     """Admits a few tasks in each iteration of the event loop, in order of arrival.
 
-    An iteration admits as many tasks as fit into half the duration of the previous iteration, but at least `least` and
-    at most `most`. The duration of a task is estimated as `seconds`. If the number were fixed, tasks would wait too
+    An iteration admits as many tasks as fit into half the duration of the previous iteration, but at least `least`
+    tasks and at most `most`. The estimated duration of a task is `seconds`. With a fixed number, tasks would wait too
     long when other work makes iterations long.
     """
 
@@ -46,7 +46,7 @@ class LoopTurns:
         self._begin: float | None = None  # the start of this iteration, if `_next_turn` will be called at its end
 
     async def next(self) -> None:
-        """Wait until it is this task's turn."""
+        """Wait until this object admits the current task."""
         loop = asyncio.get_running_loop()
         if self._begin is None:
             self._begin = perf_counter()

@@ -23,8 +23,9 @@ def view_router(
 ) -> APIRouter:
     """Make the routes `GET /` (the page) and `GET /view/events` (its frames).
 
-    call: `EngineClient.call`. authorize: a FastAPI dependency of `/view/events`. Streams end when `is_closing()`
-        returns True. Nothing is recorded while no stream is open.
+    call: `EngineClient.call`.
+    authorize: a FastAPI dependency of `/view/events`.
+    is_closing: a function that ends the streams by returning True.
     """
     router = APIRouter()
     watchers = Watchers(call)
@@ -100,7 +101,7 @@ class Watchers:
                 await self._call("stop_recording")
 
     async def _refresh(self) -> None:
-        """Read the engine's state again. Requests may have been aborted without a step."""
+        """Read the engine's state again, because requests may have been aborted without a step."""
         if monotonic() >= self._next_refresh:
             self._next_refresh = monotonic() + QUIET
             await self._call("refresh_recording")

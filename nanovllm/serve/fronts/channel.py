@@ -60,7 +60,7 @@ def encode_request(new: NewRequest) -> tuple[int, bytes]:
 class Channel:
     """One end of a socket pair.
 
-    One thread may receive while other threads send. After `close`, the calls of all threads fail.
+    One thread may receive while other threads send. After `close`, calls from all threads fail.
     """
 
     def __init__(self, end: socket.socket):
@@ -74,7 +74,7 @@ class Channel:
     def send(self, message: Struct) -> None:
         """Send a message. Raises OSError if the other end is closed.
 
-        If another error is raised, nothing was sent.
+        If `send` raises any other error, nothing was sent.
         """
         data = _encode(message)
         with self._lock:

@@ -40,10 +40,10 @@ BLOCKED = signal.SIGINT, signal.SIGTERM  # signals that are blocked while a fron
 
 
 class FrontPlan(NamedTuple):
-    """What a front must know to start.
+    """The data that a front needs to start.
 
-    num_live: how many live answers each front has, in shared memory. The total is limited. If several fronts accept
-        requests at the same instant, the total may exceed the limit slightly.
+    num_live: the number of live (running or waiting) answers of each front, in shared memory. The sum over all fronts
+        is limited. If several fronts accept requests at the same instant, this sum may slightly exceed its limit.
     listener: the listening socket, or `None` if each front opens a socket at the address in `settings`.
     """
 
@@ -65,7 +65,10 @@ def make_plan(
 
 
 def run_front(plan: FrontPlan, index: int, end: socket.socket) -> None:
-    """Run a front in this process. The engine's process handles Ctrl-C, and then lets the fronts drain."""
+    """Run a front in this process.
+
+    The engine's process handles Ctrl-C, and then lets the fronts finish their running requests.
+    """
     os.setpgid(0, 0)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a terminal may send it if a background group writes its log
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # also drops a SIGINT that arrived while it was blocked
@@ -90,7 +93,7 @@ def _signals_blocked() -> Iterator[None]:
 class Fronts:
     """The fronts of an engine.
 
-    If a front ends, its requests are dropped, and it restarts. Other fronts continue to run.
+    If a front ends, its requests are dropped, and the front restarts. Other fronts continue to run.
     """
 
     def __init__(self, plan: FrontPlan):
@@ -112,10 +115,10 @@ class Fronts:
     def listen(self, make_session: Callable[[Channel], object]) -> None:
         """Tell the fronts that the engine has started, and wait until all of them listen.
 
-        make_session: creates the session that serves a front over its channel.
+        make_session: a function that creates a front's Session from the front's channel.
 
-        If a front does not start, raises a ValueError that contains the front's reason. If there is no reason, raises
-        RuntimeError.
+        If a front does not start, raises a ValueError that contains the front's reason. If the front gave no reason,
+        raises RuntimeError.
         """
         self._make_session, self._has_engine = make_session, True
         for index, (channel, _) in self._starting.items():
@@ -124,7 +127,7 @@ class Fronts:
             self._turn(max_failures=1)
 
     def watch(self) -> None:
-        """Restart fronts that end, until `end` is called. Raises RuntimeError if restarts keep failing."""
+        """Until `end` is called, restart each front that ends. Raises RuntimeError if restarts keep failing."""
         while not self.is_ending:
             self._turn(MAX_FAILED_STARTS)
 
@@ -191,7 +194,10 @@ class Fronts:
         self.end()
 
     def end(self, number: int = signal.SIGTERM, *_: Any) -> None:
-        """Let all fronts drain and end. After a second Ctrl-C, the fronts do not wait for running requests."""
+        """Let all fronts finish their running requests and end.
+
+        After a second Ctrl-C, the fronts do not wait for requests.
+        """
         if is_urgent := self.is_ending and number == signal.SIGINT:
             self._deadline = monotonic() + URGENT_SECONDS
         self.is_ending = True
@@ -202,7 +208,10 @@ class Fronts:
                 process.terminate()
 
     def join(self, seconds: float) -> None:
-        """Wait up to `seconds` until the fronts end, then kill the rest. A second Ctrl-C shortens the wait."""
+        """Wait up to `seconds` seconds for the fronts to end, then kill those that still run.
+
+        A second Ctrl-C shortens the wait.
+        """
         end = monotonic() + seconds
         while any(process.is_alive() for process in self._processes.values()) and monotonic() < min(
             end, self._deadline
@@ -224,8 +233,8 @@ def serve_by_fronts(
     """Serve until SIGTERM, Ctrl-C or an engine failure, and return the exit status of the process.
 
     listener: the socket that has reserved the address.
-    prepare: called while the fronts start, before the model is loaded.
-    on_start: called once the fronts listen.
+    prepare: a function to call while the fronts start, before the model is loaded.
+    on_start: a function to call once the fronts listen.
     """
     with tempfile.TemporaryDirectory() as folder:  # for the fronts' metrics, which are summed
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder

@@ -39,7 +39,10 @@ IDS_PER_FRONT = 2**40  # so that request ids are unique among all fronts of an e
 
 
 class FrontRequest(ReplicaRequest):
-    """A request that runs in the engine's process. The front detokenizes, unless the engine needs the text."""
+    """A request that runs in the engine's process.
+
+    The front detokenizes the answers, unless the engine needs their text.
+    """
 
     def __init__(self, request: Any, name: str):
         super().__init__(request, lambda ended: None, name)
@@ -84,7 +87,7 @@ def _makes_text(params: SamplingParams) -> bool:
 
 
 class FrontClient(EngineClient):
-    """The engine client of a front. Everything sent within one iteration of the event loop goes into one message."""
+    """The engine client of a front. Everything that one iteration of the event loop sends goes into one message."""
 
     reads_adapters = False  # the engine's process has read them; a front's first message says that the front listens
 

@@ -70,7 +70,7 @@ class Session(Replica):
         return request
 
     def _decoded(self, requests: Iterable[tuple[int, bytes]]) -> Iterator[NewRequest]:
-        """Yield the requests that can be decoded. Report errors for the others."""
+        """Yield the requests that can be decoded. For a request that can't be decoded, report an error."""
         for request_id, data in requests:
             try:
                 yield decode_request(data)
@@ -95,7 +95,7 @@ class Session(Replica):
                 self._on_failure()
 
     def _send_singly(self, message: FromEngine) -> None:
-        """Send a message's outputs one by one, after the whole message could not be encoded.
+        """Send a message's outputs one by one, because the whole message could not be encoded.
 
         An output that can't be encoded becomes an error.
         """

@@ -30,7 +30,10 @@ MAX_UNREAD_REPORTS = 4  # with this many, the replica waits, and its next report
 
 
 def connect() -> bool:
-    """Join the cluster at RAY_ADDRESS, or start one on this machine. If Ray was already initialized, return False."""
+    """Join the Ray cluster at RAY_ADDRESS, or start a cluster on this machine.
+
+    Return False if Ray was already initialized.
+    """
     if ray.is_initialized():
         return False
     # the default is "local", because without an address, Ray joins the latest cluster that anybody started on this
@@ -56,8 +59,9 @@ def needs_of(settings: dict[str, Any], actor_options: dict[str, Any], num_replic
     """Return the Ray options of a replica's actor.
 
     The options reserve one GPU for each rank, or one CPU for each rank of a CPU engine. The actor starts the processes
-    of its ranks. Ray reserves all resources of an actor on one node, so replicas need no placement groups. (These could
-    be left behind.) Raises ValueError if the cluster is too small, because Ray would wait forever for more nodes.
+    of its ranks. Ray reserves all resources of an actor on one node, so replicas need no placement groups, which could
+    outlive the replicas. Raises ValueError if the cluster is too small, because Ray would then wait forever for more
+    nodes.
     """
     device, num_ranks = settings.get("device", "auto"), settings.get("tensor_parallel_size", 1)
     if device not in ("auto", "cpu", "cuda"):
@@ -100,7 +104,10 @@ class ReplicaProcess(Replica):
 
 
 class ActorHandle:
-    """A `Handle` for a Ray actor. Except for `reports`, the methods run one at a time, in the order of the calls."""
+    """A `Handle` for a Ray actor.
+
+    Except for `reports`, the actor's methods run one at a time, in the order of the calls.
+    """
 
     def __init__(self, replica_class: type, options: dict[str, Any], model: str, settings: dict[str, Any]):
         self._options, self._model, self._settings = options, model, settings
@@ -148,7 +155,7 @@ def make_group(
     replica_class: type = ReplicaProcess,
     restart_timeout: float = RESTART_TIMEOUT,
 ) -> ReplicaGroup:
-    """Create a group without starting it.
+    """Create a ReplicaGroup, but do not start the replicas.
 
     `settings` are the settings of each replica's LLM, and `config` is the driver's Config.
     """

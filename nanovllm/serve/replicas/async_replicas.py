@@ -1,4 +1,4 @@
-"""Defines the engine client of `nanovllm serve --data-parallel-size N`. N replicas have one HTTP address."""
+"""Defines the engine client of `nanovllm serve --data-parallel-size N`. All N replicas share one HTTP address."""
 
 import asyncio
 import threading
@@ -31,7 +31,7 @@ class AsyncReplicas(EngineClient):
         restart_timeout: float = RESTART_TIMEOUT,
         **settings: Any,
     ) -> None:
-        """The arguments and errors are those of RayLLM and AsyncLLM. The method `start` loads the model."""
+        """The arguments and errors are the same as for RayLLM and AsyncLLM. The method `start` loads the model."""
         num_replicas = check_int("num_replicas", num_replicas, low=1)
         max_queued = check_int("max_queued_requests", max_queued_requests, low=0)
         processor = make_processor(model, settings)

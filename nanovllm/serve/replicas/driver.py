@@ -1,4 +1,4 @@
-"""Checks and tokenizes requests as an engine does. The model is not loaded."""
+"""Checks and tokenizes requests like an engine, but does not load the model."""
 
 from pathlib import Path
 from typing import Any
@@ -22,5 +22,5 @@ def make_processor(model: str, settings: dict[str, Any], first_request_id: int =
 
 
 def absolute_path(path: str) -> str:
-    """Return a folder's absolute path, because actors may run in another folder. Return a hub id unchanged."""
+    """Return a folder's absolute path, because actors may have another working folder. Return a hub id unchanged."""
     return str(Path(path).expanduser().absolute()) if Path(path).expanduser().is_dir() else path

@@ -21,20 +21,20 @@ RESTART_TIMEOUT = 1800.0
 
 
 class ReplicaGroup:
-    """Sends requests to replicas, which the router chooses. Requests wait while no replica can take more requests.
+    """Sends each request to a replica that the router chooses. Requests wait while no replica can take more requests.
 
     Only the thread of one event loop may call the group's methods. If several requests for a replica arrive within one
     iteration of the loop, one message contains all of them.
 
     A replica is lost if its process, GPU or host fails, or if a step raises an error. While a lost replica restarts,
     other replicas compute its requests. A request fails if it can't be queued, or if MAX_FAILURES replicas were lost
-    while they computed it. If MAX_FAILURES - 1 replicas were lost while they computed a request, the request itself may
-    be the cause. Such a request is called a poison request, and runs alone on a replica. Poison requests run one at a
-    time.
+    while they computed it. If MAX_FAILURES - 1 replicas were lost while they computed a request, this request may be
+    the cause. A request that may cause losses is called a poison request, and runs alone on a replica. Poison requests
+    run one at a time.
 
-    A replica is not restarted after MAX_FAILURES consecutive losses. Losses during poison requests are not counted. The
-    count is reset when the replica finishes a request, or when it has run for a few minutes. If no replica is left,
-    every request fails with an EngineDeadError that states the cause of the last loss.
+    A replica is not restarted after MAX_FAILURES consecutive losses. A loss during a poison request is not counted. The
+    number of losses is set to 0 when the replica finishes a request, or when it has run for a few minutes. If no
+    replica is left, every request fails with an EngineDeadError that states the cause of the last loss.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class ReplicaGroup:
         router: Router | None = None,
         restart_timeout: float = RESTART_TIMEOUT,
     ):
-        """launch: starts the process of a replica.
+        """launch: a function that starts the process of a replica.
         max_answers: the maximum number of answers that a replica computes at a time.
         block_size: the number of tokens in a cache block of the replicas.
         router: chooses a replica for each request; `None` selects a PrefixRouter.
-        restart_timeout: seconds until a restart has failed. This time includes the wait for a GPU or a host.
+        restart_timeout: seconds after which a restart counts as failed, including the wait for a GPU or a host.
         """
         self.replicas = [ReplicaState(i) for i in range(num_replicas)]
         self.error: Exception | None = None  # the error that ended the group
@@ -152,7 +152,7 @@ class ReplicaGroup:
         return sum(replica.is_ready for replica in self.replicas)
 
     async def stats(self) -> list[dict[str, Any] | None]:
-        """Return `LLM.stats()` and `restarts` of each replica, or None if it does not answer in time."""
+        """Return `LLM.stats()` and `restarts` of each replica, or None for a replica that does not answer in time."""
         return [*await asyncio.gather(*[replica.stats() for replica in self.replicas])]
 
     # -- where requests are computed -----------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class ReplicaGroup:
         replica.is_ready, replica.ready_time = True, asyncio.get_running_loop().time()
 
     async def _start_again(self, replica: ReplicaState) -> None:
-        """Restart a lost replica. Raises RuntimeError after `restart_timeout` seconds."""
+        """Restart a lost replica. Raises RuntimeError if the restart takes longer than `restart_timeout` seconds."""
         await asyncio.sleep(RESTART_SECONDS * max(1, replica.num_failures))
         clock = asyncio.get_running_loop().time
         deadline = clock() + self._restart_timeout

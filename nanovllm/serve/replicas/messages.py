@@ -1,4 +1,4 @@
-"""Defines messages between a replica and the driver, which is the caller's process or the server.
+"""Defines messages between a replica and the driver. The driver is the process of the caller or the server.
 
 A message is a pickle of tuples, because Ray sends bytes unchanged. For other objects, Ray has a slower serializer.
 """
@@ -25,9 +25,9 @@ class NewRequest(NamedTuple):
 
     prompt_index: the index of the prompt in the call that submitted it.
     kind: DELTA if the replica sends answers in pieces.
-    noise_seeds: the noise seed of each answer.
-    generated: the tokens of each answer that the caller has received from a lost replica. These tokens are not sampled
-        again.
+    noise_seeds: for each answer, the seed of the sampling noise.
+    generated: for each answer, the tokens that the caller has received from a lost replica. The tokens in `generated`
+        are not sampled again.
     beams: the parameters of a beam search; `None` for other requests.
     pooling: the parameters of a request for a vector; `None` for other requests.
     lora_request: the adapter, if any.
@@ -61,7 +61,7 @@ class Final(NamedTuple):
     """The result of a finished request. If the answers were sent as deltas, `answers` is empty.
 
     seconds: three durations, from the request's arrival at the replica to its first scheduling, its first token and its
-        end. Times would be useless, because the clocks of two machines differ.
+        end. Absolute times would be useless, because the clocks of two machines differ.
     data: the bytes of a vector's float32 numbers; `None` for generated answers, and for an aborted request.
     """
 
@@ -129,7 +129,7 @@ def make_final(
 
 
 def _portable(error: Exception) -> Exception:
-    """Return the error if it can be pickled. Otherwise, return a RuntimeError with the same text."""
+    """Return the error, or a RuntimeError with the error's text if the error can't be pickled."""
     try:
         return pickle.loads(pickle.dumps(error))
     except Exception:

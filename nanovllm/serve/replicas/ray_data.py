@@ -10,7 +10,11 @@ from nanovllm.serve.prompt_lanes import tokens_prompt
 
 
 class NanoVLLM:
-    """`ds.map_batches(NanoVLLM, fn_constructor_kwargs={"model": ...}, concurrency=N, num_gpus=M, batch_size=1024)`
+    """Generates text in a `ray.data` pipeline.
+
+    ```python
+    ds.map_batches(NanoVLLM, fn_constructor_kwargs={"model": ...}, concurrency=N, num_gpus=M, batch_size=1024)
+    ```
 
     Each of the N `ray.data` workers has one engine. If `tensor_parallel_size=M` is set, an engine uses M GPUs. Each
     batch becomes one call of `LLM.generate`, so `batch_size` should be several times `max_num_seqs`. The output has the

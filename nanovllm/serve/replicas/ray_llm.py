@@ -30,10 +30,10 @@ REORDERED = 4  # prompts are read at most `REORDERED * _window` positions ahead 
 class RayLLM:
     """Works like LLM, but on N engines: `RayLLM(model, num_replicas=N, **settings).generate(prompts, sampling_params)`.
 
-    The calling process checks and tokenizes the prompts, raises the same errors as LLM, and chooses the noise seeds. If
-    the `seed` setting is the same, RayLLM and LLM return the same tokens, unless rounding errors differ. If a request
-    can't be computed, its `finish_reason` is "error", and its `stop_reason` is the error message. ReplicaGroup explains
-    what happens when a replica is lost.
+    The calling process checks and tokenizes the prompts, raises the same errors as LLM, and chooses the seeds of the
+    sampling noise. If the `seed` setting is the same, RayLLM and LLM return the same tokens, unless rounding errors
+    differ. If a request can't be computed, its `finish_reason` is "error", and its `stop_reason` is the error message.
+    The docstring of ReplicaGroup explains what happens when a replica is lost.
 
     The methods are thread-safe. Leaving a `with` block calls `exit`.
     """
@@ -55,7 +55,8 @@ class RayLLM:
 
         router: chooses a replica for each request; `None` selects a PrefixRouter.
         actor_options: Ray options for each replica's actor, for example `{"num_cpus": 8}` for replicas on CPUs.
-        restart_timeout: the maximum seconds for a lost replica's restart, including the wait for a GPU or a host.
+        restart_timeout: the maximum duration of a lost replica's restart in seconds, including the wait for a GPU or a
+            host.
         """
         num_replicas = check_int("num_replicas", num_replicas, low=1)
         self.input_processor = make_processor(model, settings)
@@ -99,11 +100,12 @@ class RayLLM:
     def generate_iter(
         self, prompts: Iterable[Prompt], sampling_params: SamplingParams | Iterable[SamplingParams] | None = None
     ) -> Iterator[RequestOutput]:
-        """Yield outputs in the order of the prompts, before all prompts are read. There may be any number of prompts.
+        """Yield outputs in the order of the prompts.
 
-        Prompts and iterable parameters are read when replicas can take more requests, which bounds the memory. If a
-        prompt or its parameters are invalid, the output's `finish_reason` is "error". The `stop_reason` contains the
-        prompt's index and the error message. Raises ValueError if there are fewer parameters than prompts.
+        The first outputs come before all prompts are read, so there may be any number of prompts. To limit the memory
+        use, prompts and iterable parameters are read only when replicas can take more requests. If a prompt or its
+        parameters are invalid, the output's `finish_reason` is "error". The `stop_reason` contains the prompt's index
+        and the error message. Raises ValueError if there are fewer parameters than prompts.
         """
         outputs: dict[int, RequestOutput] = {}
         next_index = 0
@@ -120,7 +122,7 @@ class RayLLM:
     def as_completed(
         self, prompts: Iterable[Prompt], sampling_params: SamplingParams | Iterable[SamplingParams] | None = None
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Yield pairs (prompt index, output) as outputs complete.
+        """Yield a pair (prompt index, output) whenever an output is complete.
 
         See `generate_iter` for everything else.
         """
@@ -167,7 +169,10 @@ class RayLLM:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def _run(self, requests: list[CompletionRequest], use_tqdm: bool) -> list[RequestOutput]:
-        """Run requests, and return the outputs in order. Methods that RayLLM shares with LLM call this method."""
+        """Run requests, and return the outputs in the order of the requests.
+
+        Methods that RayLLM shares with LLM call this method.
+        """
         outputs: dict[int, RequestOutput] = {}
         bar = progress_bar(len(requests), desc="Generating", dynamic_ncols=True, disable=not use_tqdm)
         with bar as advance:
@@ -199,9 +204,10 @@ class RayLLM:
     def _outputs(
         self, requests: Iterator[CompletionRequest | RequestOutput], end: Callable[[], int] | None = None
     ) -> Iterator[dict[int, RequestOutput]]:
-        """Yield dicts that map request indices to outputs, as requests complete.
+        """Yield dicts that map request indices to outputs, whenever requests have ended.
 
-        end: returns the index of the first request that must wait, because too many earlier outputs are missing.
+        end: a function that returns the index of the first request that must wait because too many earlier outputs are
+            missing.
         """
         done: SimpleQueue[ReplicaRequest] = SimpleQueue()
         live: dict[int, tuple[int, ReplicaRequest]] = {}  # by id: (index, request)

@@ -24,11 +24,11 @@ logger = logging.getLogger("nanovllm")
 
 
 class Replica:
-    """An engine controlled by messages. Ray first calls `start` and `reports`, then the methods that the driver calls.
+    """An engine that is controlled by messages.
 
-    The engine's thread runs the steps, and never waits for reports. The thread that runs `reports` sends all news since
-    the previous report. The news may come from several steps. This file does not import Ray, so that tests can run
-    replicas without Ray.
+    Ray first calls `start` and `reports`, then the methods that the driver calls. The engine's thread runs the engine's
+    steps, and never waits for reports. The thread that runs `reports` sends all news since the previous report. The
+    news may come from several steps. This file does not import Ray, so that tests can run replicas without Ray.
     """
 
     orders_by_id = True  # one driver assigns ids in order of submission, so a moved request keeps its place

@@ -29,7 +29,7 @@ class ResumableAnswer(PartialAnswer):
     def skip(self, delta: StreamEvent) -> StreamEvent:
         """Return the part of a delta that the caller has not received.
 
-        Raises RuntimeError if the delta contains other tokens than the caller has received.
+        Raises RuntimeError if the delta's tokens differ from the tokens that the caller has received.
         """
         num_tokens = min(self.num_tokens_again, len(delta.token_ids))
         num_characters = min(self.num_characters_again, len(delta.text))
@@ -46,13 +46,13 @@ class ResumableAnswer(PartialAnswer):
 
 
 class ReplicaRequest(AsyncRequest):
-    """A request that runs in another process. If that process is lost, another replica takes over the request.
+    """A request that runs in another process. If the other process is lost, another replica takes over the request.
 
     The caller gets each delta once. A new replica sends the whole answer, and this class skips the part that the caller
     has received. The new replica samples only the remaining tokens. If the request asks for log-probabilities, the new
-    replica samples all tokens again. The noise depends only on the request, so the new replica samples the same tokens,
-    unless rounding errors differ. If the new replica samples another token than the caller has received, the request
-    ends with an error.
+    replica samples all tokens again. The sampling noise depends only on the request, so the new replica samples the
+    same tokens, unless rounding errors differ. If a new token differs from the token that the caller has received, the
+    request ends with an error.
     """
 
     num_cached_tokens = 0  # prompt tokens found in the replica's prefix cache; 0 until the request has ended
@@ -79,7 +79,7 @@ class ReplicaRequest(AsyncRequest):
         return self.final is not None or self.error is not None
 
     def message(self, replica_index: int) -> NewRequest:
-        """Assign the request to a replica. Return the message for this replica."""
+        """Assign the request to a replica. Return the message for the replica."""
         self.replica_index, self._sent_time = replica_index, time()
         params: Any = self.request.params
         pooling = params if isinstance(params, PoolingParams) else None

@@ -15,7 +15,7 @@ STABLE_SECONDS = 300.0  # uptime after which earlier losses of a replica are for
 
 
 class ClusterDeadError(EngineDeadError):
-    """No replica can be started anymore."""
+    """Ray has ended on this machine, so no replica can be started."""
 
 
 class Handle(Protocol):
@@ -104,7 +104,7 @@ class ReplicaState:
         return result | {"restarts": restarts}
 
     def count_failure(self, now: float) -> None:
-        """Add a loss to the count, unless a poison request ran alone on the replica."""
+        """Count a loss of the replica, unless a poison request ran alone on it."""
         if self.is_ready and now - self.ready_time > STABLE_SECONDS:
             self.num_failures = 0
         if self.poison_request is None or self.poison_request.replica_index is None:

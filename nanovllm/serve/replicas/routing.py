@@ -18,16 +18,16 @@ class Router(Protocol):
         """Choose a replica for a prompt. Return the replica's index.
 
         `loads[i]` is the number of answers that replica i computes, or `None` if replica i accepts no requests now. The
-        chosen replica's load must be a number.
+        chosen replica's load must not be `None`.
         """
         ...
 
     def computed(self, replica: int, token_ids: list[int]) -> None:
-        """Record that the replica has computed these tokens, which are a prompt and its answer."""
+        """Record that the replica has computed `token_ids`, which are the tokens of a prompt and its answer."""
         ...
 
     def forget(self, replica: int) -> None:
-        """Record that the replica was lost and its cache is empty."""
+        """Record that the replica was lost, and that its cache is empty."""
         ...
 
 
@@ -82,10 +82,10 @@ class PrefixRouter:
     is too high, or if no replica has cached a prefix, the router chooses the least loaded replica. If loads are equal,
     the router chooses the replica that has received the fewest requests so far.
 
-    The router does not ask replicas what they have cached. Instead, it computes the same hashes as the block manager,
-    in a chain over full blocks of `block_size` tokens. For each replica, the router remembers the hashes of prompts and
-    answers in an LRU list. The list has at most `max_blocks` hashes, one for each cache block. A hash occupies about
-    150 bytes.
+    The router does not ask replicas what they have cached. Instead, the router computes the same chain of hashes as the
+    block manager, with one hash for each full block of `block_size` tokens. For each replica, the router remembers the
+    hashes of prompts and answers in an LRU list. The list has at most `max_blocks` hashes, one for each cache block. A
+    hash occupies about 150 bytes.
     """
 
     def __init__(

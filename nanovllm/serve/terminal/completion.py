@@ -42,14 +42,20 @@ def _bash(words: Mapping[str, str]) -> str:
 
 
 def _fish(words: Mapping[str, str]) -> str:
-    """Return commands for fish. One line completes command names. A line per command completes later words."""
+    """Return commands for fish. The first line completes command names.
+
+    For each command, another line completes the words after the command.
+    """
     lines = [f"complete -c nanovllm -n __fish_use_subcommand -a '{' '.join([*words, '--help', '--version'])}'\n"]
     lines += [f"complete -c nanovllm -n '__fish_seen_subcommand_from {name}' -a '{words[name]}'\n" for name in words]
     return "".join(lines)
 
 
 def _words(parser: argparse.ArgumentParser) -> list[str]:
-    """Return a command's flags and its arguments' choices. If the command takes a model, add the bundled one."""
+    """Return a command's flags, and the choices of its arguments.
+
+    If the command takes a model, add the bundled model.
+    """
     words = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
     choices = [choice for action in parser._actions for choice in action.choices or () if not action.option_strings]
     takes_model = any(action.dest == "model" and not action.option_strings for action in parser._actions)

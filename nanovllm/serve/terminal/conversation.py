@@ -28,10 +28,11 @@ COMMANDS = {
 
 
 class Conversation:
-    """A chat in the terminal. Answers go to standard output. Everything else goes to standard error."""
+    """A chat in the terminal. Answers go to standard output. All other text goes to standard error."""
 
     def __init__(self, source: Source, params: dict[str, Any], names: tuple[str, ...], system: str | None = None):
-        """params: the given sampling parameters. names: the names of all sampling parameters that can be given.
+        """params: the sampling parameters that the user has given.
+        names: the names of all sampling parameters that can be given.
 
         Raises ValueError or TypeError if a parameter is wrong.
         """
@@ -138,7 +139,8 @@ class Conversation:
     def _answer(self, question: str) -> None:
         """Print the answer.
 
-        If any token has arrived, the question and the answer become messages, even if Ctrl-C ended the answer.
+        If any token has arrived, the question and the answer become part of the conversation, even if Ctrl-C ended the
+        answer.
         """
         content = [*self.images, {"type": "text", "text": question}] if self.images else question
         asked, answer = {"role": "user", "content": content}, Answer()
@@ -158,7 +160,7 @@ class Conversation:
 
 
 class Answer:
-    """Shows the pieces of an answer. Measures how fast they arrive."""
+    """Shows the pieces of an answer, and measures how fast they arrive."""
 
     def __init__(self) -> None:
         self.text, self.num_tokens = "", 0
@@ -185,7 +187,7 @@ class Answer:
         write(self.summary() + "\n", sys.stderr, is_dim=True)
 
     def summary(self) -> str:
-        """Return a text with the number of tokens, their rate, and the finish reason."""
+        """Return a text with the number of tokens, the tokens per second, and the finish reason."""
         parts = [f"{self.num_tokens} tokens" if self.num_tokens > 1 else "1 token"]
         if self.num_tokens > 1 and self._last - self._first > MIN_SECONDS:
             parts.append(f"{(self.num_tokens - 1) / (self._last - self._first):.1f} tokens/s")

@@ -27,7 +27,7 @@ TIMEOUT = 600.0  # seconds that a server may be silent
 class Piece(NamedTuple):
     """The next part of an answer. The last part has a `finish_reason`.
 
-    num_tokens: the number of the answer's tokens so far, including its reasoning.
+    num_tokens: the number of the answer's tokens so far, including the reasoning.
     """
 
     text: str
@@ -44,7 +44,10 @@ class Source(Protocol):
         """Raise ValueError or TypeError if a sampling parameter is wrong."""
 
     def all_params(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Return the given sampling parameters. Also return the defaults of all others, if they are known."""
+        """Return the given sampling parameters.
+
+        Also return the defaults of all other parameters, if the defaults are known.
+        """
 
     def stream(self, messages: list[Message], params: dict[str, Any]) -> Generator[Piece, None, None]:
         """Yield the answer to a conversation in pieces. Failures raise ValueError, OSError or RuntimeError."""
