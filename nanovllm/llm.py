@@ -1,4 +1,4 @@
-"""The class that users import."""
+"""Defines `LLM`, the class that users import."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -29,8 +29,8 @@ class LLM(LLMEngine):
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters in the model's `generation_config.json`. All other parameters have SamplingParams'
-        defaults.
+        """Return the parameters in the model's `generation_config.json`. Parameters that are not in the file have the
+        defaults of SamplingParams.
         """
         return self.input_processor.default_sampling_params()
 
@@ -88,9 +88,9 @@ class LLM(LLMEngine):
         self._adapters().add(lora_request)
 
     def remove_lora(self, lora_int_id: int) -> bool:
-        """Forget an adapter, so that the next request with this number reads files again.
+        """Forget an adapter. The next request with this `lora_int_id` then reads the adapter's files again.
 
-        Unfinished requests continue to use the adapter. Return False if host memory has no adapter with this number.
+        Unfinished requests continue to use the adapter. Return False if host memory has no adapter with this id.
         """
         return self._adapters().remove(lora_int_id)
 

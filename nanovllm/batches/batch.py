@@ -1,7 +1,7 @@
 """Defines the inputs of a step: a flat int32 buffer with named views.
 
-The host fills the buffer, and copies it to the device as a whole. The device uses the same views. Device code never
-uses a `Sequence`.
+The host fills the buffer, and copies it to the device as a whole. Code for the device uses the same views, and never a
+`Sequence`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -73,9 +73,9 @@ def _view(dims: Callable[[BatchShape], Dims], chunks_only: bool = False) -> Any:
 class Batch(Generic[Array]):
     """The int32 arrays of a step, as NumPy arrays on the host and as tensors on the device.
 
-    Fields with `chunks_only` are None in steps that only decode. For decode rows, the host fills the fields from
-    `req_indices` to `new_window_blocks`. The device fills the fields from `input_ids` to `window_tables` (see
-    `place_decodes` and `place_windows`). `BatchShape.graph_shape` determines the shapes of the first views in the
+    Fields that are declared with `chunks_only` are None in steps that only decode. For decode rows, the host fills the
+    fields from `req_indices` to `new_window_blocks`. The device fills the fields from `input_ids` to `window_tables`
+    (see `place_decodes` and `place_windows`). `BatchShape.graph_shape` determines the shapes of the first views in the
     buffer. CUDA graphs read only these views.
     """
 
@@ -115,7 +115,7 @@ class Batch(Generic[Array]):
 
     @property
     def new_req_indices(self) -> Array:
-        """The last elements of `req_indices`, which belong to new requests."""
+        """The request indices of new requests, which are the last elements of `req_indices`."""
         end = self.shape.num_sampled_seqs
         return self.req_indices[end - self.shape.num_new_requests : end]
 

@@ -21,7 +21,7 @@ from nanovllm.utils.context import Context, attention_context
 
 
 class BatchRunner(ModelRunner):
-    """Replaces the plain ModelRunner in engines that need more: see `is_plain` in engine/runners.py.
+    """Replaces the plain ModelRunner in engines for which `is_plain` (engine/runners.py) returns False.
 
     Sampled tokens stay on the device in RequestTables, so the next step can be queued before the host knows the tokens.
 
@@ -89,8 +89,8 @@ class BatchRunner(ModelRunner):
     def compute(self, batch: HostBatch) -> tuple[torch.Tensor, ForwardOutput]:
         """Run a batch.
 
-        Return (results, output). The results are in host memory, and become valid when the step ends. The output is on
-        the device.
+        Return (results, output). `results` are in host memory, and become valid when the step ends. `output` is on the
+        device.
         """
         with self.few_threads(batch.shape.num_tokens):
             output = self.forward(batch.to(self.device))

@@ -1,4 +1,4 @@
-"""The KV cache of a layer. It stores keys and values in blocks of tokens."""
+"""The KV cache of a layer, which stores keys and values in blocks of tokens."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING

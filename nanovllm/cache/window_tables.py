@@ -1,9 +1,10 @@
 """Separate block tables for layers with a window, so that blocks before the window can be freed.
 
 If only some layers have a window, the layers are divided among several block tables. Table 0 contains the layers
-without a window. A block stores the keys and values of one table's layers, so any table can use any block. Layers with
-a window may store more or fewer bytes per token than layers without a window. A block can therefore store several
-layers of the smaller kind in place of one layer of the larger kind. The code in engine/window_blocks.py frees blocks.
+without a window. A block has space for the keys and values of one table's layers, so each table can use any block.
+Layers with a window may store more or fewer bytes per token than layers without a window. In place of one layer with
+more bytes per token, a block can store several layers with fewer bytes per token. The code in engine/window_blocks.py
+frees blocks.
 """
 
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ Shape = tuple[int, int]  # kv_heads, head_dim
 class TableView(NamedTuple):
     """Maps the block ids of a table to the block ids of a layer's cache.
 
-    The layer's cache divides each block of the table into `factor` blocks. The layer uses one of the smaller blocks:
+    The layer's cache divides each block of the table into `factor` blocks. The layer uses one of these `factor` blocks:
     block `id` of the table is block `factor * id + offset` of the layer's cache.
     """
 
@@ -37,7 +38,7 @@ class TableView(NamedTuple):
 class DividedSpec(AttentionSpec):
     """The spec of layers that are divided among block tables. Layers of different tables share memory.
 
-    `num_kv_heads` and `head_dim` have the values of the layers that store more bytes.
+    `num_kv_heads` and `head_dim` are those of the layers that store the most bytes per token.
     """
 
     layers_per_block: int = 0  # for layers of this shape
@@ -55,7 +56,7 @@ def divide_layers(runner: "ModelRunner") -> None:
     """Give separate tables to layers with a window, if this reduces the memory of the longest sequence.
 
     All layers with a window must store keys and values of one shape. All other layers must also share one shape. The
-    larger shape must be a multiple of the smaller shape. The runner's model must be loaded. Sets
+    larger shape must be a multiple of the smaller shape. The runner's model must be loaded before this call. Sets
     `Config.num_window_tables`, `Config.cache_window`, `Config.table_views` and each layer's `table`. Merges the
     runner's `cache_groups`.
     """
@@ -98,10 +99,10 @@ def cache_shape(spec: AttentionSpec) -> Shape:
 
 
 def view_tables(views: tuple[TableView, ...], columns: Any, block_table: Any) -> np.ndarray:
-    """Return an array [views, W]: for each view, the block ids that its layers use.
+    """Return an array [views, W] of the block ids that the layers of each TableView use.
 
-    Each element of `columns` contains a column's block ids in all window tables. `columns` may be shorter than
-    `block_table` [W].
+    Each element of `columns` contains the block ids of one column, one id for each window table. `columns` may be
+    shorter than `block_table` [W].
     """
     ids = np.zeros((len(views), len(block_table)), np.int32)
     for row, (table, factor, offset) in zip(ids, views):

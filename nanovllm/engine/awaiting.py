@@ -1,6 +1,6 @@
-"""Holds sequences while another thread does a feature's work, such as computing a mask for structured outputs.
+"""Holds sequences while another thread works for a feature, for example on a mask for structured outputs.
 
-These functions extend the Scheduler. A held sequence is paused, and may be preempted.
+The functions in this module extend the Scheduler. A held sequence is paused, and may be preempted.
 """
 
 from concurrent.futures import FIRST_COMPLETED, wait

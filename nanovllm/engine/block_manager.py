@@ -66,7 +66,9 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """The number of free blocks or, if a sequence grows by several at once, how many sequences can grow."""
+        """The number of sequences that the free blocks can extend. In a subclass, extending a sequence may take several
+        blocks.
+        """
         return len(self.free_block_ids)
 
     @property
@@ -86,11 +88,11 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def num_blocks_needed(self, seq: Sequence) -> int:
-        """Return how many blocks all tokens of `seq` and its next token, if any, need."""
+        """Return how many blocks `seq` needs for all of its tokens and for the next token, if there will be one."""
         return self.num_blocks_for(min(seq.num_tokens + 1, seq.max_num_tokens))
 
     def can_allocate(self, seq: Sequence, num_spare: int = 0) -> bool:
-        """Return whether `seq` and its next token, if any, fit, with `num_spare` blocks left free."""
+        """Return whether the blocks that `seq` needs can be allocated, with `num_spare` other blocks left free."""
         num_shared = sum(self.blocks[block_id].ref_count > 0 for block_id in self._cached_prefix(seq))
         return self.num_blocks_needed(seq) - num_shared + num_spare <= len(self.free_block_ids)
 
@@ -129,7 +131,7 @@ class BlockManager:
         return len(seq.block_table) * self.block_size < num_tokens
 
     def prepare_decodes(self, rows: list[ScheduledSequence]) -> list[int]:
-        """Prepare to extend `rows` by blocks. Return the indices of the rows that need another block."""
+        """Return the indices of the rows that need another block. A subclass may also free blocks here."""
         return [i for i, (seq, _, end) in enumerate(rows) if self.needs_block(seq, end)]
 
     def can_append(self, seq: Sequence) -> bool:
@@ -173,12 +175,12 @@ class BlockManager:
     def reserve_chunk(self, seq: Sequence, end: int) -> int:
         """Reserve what a chunk needs in addition to the blocks from `allocate`. Return the end of the chunk.
 
-        The end is less than `end` only if layers keep a state or have a window.
+        The returned end is less than `end` only if layers keep a state or have a window.
         """
         return end
 
     def state_row(self, seq: Sequence) -> int:
-        """Return the row that stores the initial state of the next chunk. Only a layer that keeps a state reads it."""
+        """Return the row with the initial state of the next chunk. Only layers that keep a state read this row."""
         return seq.req_index
 
     def deallocate(self, seq: Sequence) -> None:
@@ -203,7 +205,7 @@ class BlockManager:
             block.hash = -1
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
-        """Return the ids of the cached blocks with which `seq` begins.
+        """Return the ids of the cached blocks that contain the first tokens of `seq`.
 
         The block of the last token is never included, so that at least one token remains to be computed.
         """

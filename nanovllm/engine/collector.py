@@ -1,4 +1,4 @@
-"""The way of outputs from the engine's thread to a caller's thread."""
+"""Passes outputs from the engine's thread to a caller's thread."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -23,7 +23,7 @@ class StepOutput:
     new_tokens: (request id, token id) for every new token, in the order of arrival. Only callers that use `step` get
         `new_tokens`.
     events: a `stream_event.StreamEvent` for each new piece of an answer, if the caller uses `stream`.
-    num_prefill_tokens, num_decode_tokens: how many tokens these steps computed, for all callers together.
+    num_prefill_tokens, num_decode_tokens: how many tokens the steps computed, for all callers together.
     """
 
     finished: list[RequestOutput] = field(default_factory=list)
@@ -113,7 +113,7 @@ class OutputCollector:
     # -- for the caller's thread ---------------------------------------------------------------------------------------
 
     def take(self) -> StepOutput:
-        """Wait for outputs, and return all new ones. Outputs that precede an error are returned first."""
+        """Wait for new outputs, and return all of them. Outputs that precede an error are returned first."""
         taken = StepOutput()
         self.take_into(taken, wait=True)
         if self.error is not None and not taken.has_outputs:

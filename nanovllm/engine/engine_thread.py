@@ -71,7 +71,9 @@ class EngineThread:
         return self._is_closing or not (collector in self.queued() or collector.live or collector.is_ready)
 
     def queued(self) -> list[Any]:
-        """Return the waiter of each queued command. For submitted requests, the waiter is the collector."""
+        """Return, for each queued command, the object that waits for the command. For submitted requests, the collector
+        waits.
+        """
         return [waiter for _, waiter in [*self._commands]]
 
     def take(self, collector: OutputCollector) -> StepOutput:
@@ -98,7 +100,9 @@ class EngineThread:
         return value
 
     def watch(self, collector: OutputCollector) -> None:
-        """Make `collector` fail when a rank is lost, even if there are no requests. Keep only a weak reference."""
+        """Make `collector` fail when a rank is lost, even if there are no requests. Keep only a weak reference to
+        `collector`.
+        """
         self._watchers = [watcher for watcher in self._watchers if watcher() is not None] + [ref(collector)]
         self._post(self.engine.check_open, collector)  # a rank may be lost already
 
@@ -125,8 +129,8 @@ class EngineThread:
     def exit(self) -> None:
         """Drop all requests, free the device's memory, and end the thread. Waiting callers get a RuntimeError.
 
-        A finalizer may call this method in the engine thread or in the ranks' supervisor thread. In these threads, the
-        method returns immediately, and the engine thread ends after its current step. In a forked child, the method
+        A finalizer may call `exit` in the engine thread or in the ranks' supervisor thread. In these two threads,
+        `exit` returns immediately, and the engine thread ends after its current step. In a forked child process, `exit`
         does nothing.
         """
         if os.getpid() != self._pid:

@@ -78,7 +78,8 @@ class ModelRunner:
     def make_tables(self) -> None:
         """Allocate per-request tables on the device. Subclasses may override this.
 
-        The model is loaded, and `cache_groups` contains its layers. No memory of the cache is allocated yet.
+        When this method is called, the model is loaded, and `cache_groups` contains its layers. The cache is allocated
+        later.
         """
 
     def warm_up(self, part_done: Callable[[str], None]) -> None:
@@ -259,7 +260,7 @@ class ModelRunner:
 
     @contextmanager
     def few_threads(self, num_tokens: int) -> Iterator[None]:
-        """Use a single CPU thread for a small step, in which several threads would mostly wait for each other."""
+        """Use a single CPU thread for a small step, because several threads would mostly wait for each other."""
         num_threads = torch.get_num_threads()
         if num_tokens * self.milliseconds_per_token < 1:
             torch.set_num_threads(1)
@@ -275,7 +276,7 @@ class ModelRunner:
     # -- features ------------------------------------------------------------------------------------------------------
 
     def add_features(self, names: Collection[str]) -> None:
-        """Load features. They edit logits in the order of FEATURES."""
+        """Load features. Loaded features edit logits in the order of the table FEATURES."""
         loaded = self.features | {name: FEATURES[name].load()(self) for name in names if name not in self.features}
         self.features = {name: loaded[name] for name in [*FEATURES] if name in loaded}
 
@@ -329,8 +330,8 @@ class ModelRunner:
     def allocate_kv_cache(self, num_blocks: int, num_layers: int | None = None) -> None:
         """Allocate the cache tensors of each group of layers, and assign each layer its part.
 
-        If `num_layers` is 1, all layers of a group share one part. This is enough for steps whose results do not
-        matter.
+        If `num_layers` is 1, all layers of a group share one part. One shared part is enough for steps whose results do
+        not matter.
         """
         for spec, layers in self.cache_groups.items():
             # zeros, because attention multiplies masked slots by 0, and a NaN there would spread

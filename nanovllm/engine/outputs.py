@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 
 
 class OutputKind(Enum):
-    """Which outputs a caller gets."""
+    """Selects which outputs a caller gets."""
 
     FINAL_ONLY = auto()  # one output when a request ends
     DELTA = auto()  # an event for each new piece of an answer
@@ -56,9 +56,9 @@ class CompletionOutput(Record):
     logprobs: for each token, a dict that maps token ids to Logprobs. The generated token comes first, then the most
         likely tokens. This field is None if the request does not set `logprobs`.
     finish_reason: one of "stop", "length", "abort" and "error" (if `structured_outputs` allows no next token).
-    stop_reason: the stop string or id that ended the answer, or the message of an "error". `stop_reason` is None for
-        "length", for "abort", and if the tokenizer's end-of-sequence id ended the answer. Other end-of-sequence ids of
-        the model are reported as `stop_reason`.
+    stop_reason: the stop string or id that ended the answer, or the message of an "error". `stop_reason` is None if
+        `finish_reason` is "length" or "abort", or if the tokenizer's end-of-sequence id ended the answer. Other
+        end-of-sequence ids of the model are reported as `stop_reason`.
     """
 
     index: int

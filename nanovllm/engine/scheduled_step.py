@@ -30,15 +30,17 @@ class ScheduledStep:
     A decode row contains one token or, with drafts, up to `tokens_per_row` tokens.
 
     decodes: the rows of the sequences that decode. If tokens are drafted, `end` is an upper bound.
-    new_blocks: (index into `decodes`, column in the block table, block id) for each block that a decode row gets.
+    new_blocks: a triple (index into `decodes`, column in the block table, block id) for each block that a decode row
+        gets.
     chunks: the rows that compute part or all of a prompt. After a preemption, chunks also recompute generated tokens.
-    state_rows: for each chunk, the index of the initial state, for layers with a state (cache/state.py).
+    state_rows: for each chunk, the row of its initial state. Only layers with a state (cache/state.py) read this row.
     sampled_seqs: the sequences that get a token from this step. Decoding sequences come first.
     sampled_rows: the row to sample from for each sequence in `sampled_seqs`. Rows are in ascending order. Answers to
         one prompt share a row if they are admitted together.
     feature_names: the features that must do work on the host in this step.
-    copies: target -> source, for each cache block or state that is copied before the step stores keys and values.
-    tokens_per_row: the number of tokens in the longest decode row. Without drafts, this is 1.
+    copies: a dict that maps targets to sources: the cache blocks and states to copy before the step stores keys and
+        values.
+    tokens_per_row: the number of tokens in the longest decode row. Without drafts, `tokens_per_row` is 1.
     scheduled_at: the value of `time.perf_counter` when scheduling began.
     """
 
@@ -85,7 +87,7 @@ class ScheduledStep:
 
     @property
     def prompt_seqs(self) -> list[Sequence]:
-        """The sequences with a chunk and those of `new_seqs`, each of them once."""
+        """The sequences that have a chunk or are in `new_seqs`, without duplicates."""
         return [*dict.fromkeys([*(seq for seq, _, _ in self.chunks), *self.new_seqs])]
 
     @property
@@ -99,7 +101,7 @@ class ScheduledStep:
 
     @property
     def kind(self) -> str:
-        """Either "decode" (no chunks), "prefill" (only chunks) or "mixed"."""
+        """The kind of step: "decode" (no chunks), "prefill" (only chunks) or "mixed"."""
         if not self.chunks:
             return "decode"
         return "mixed" if self.num_decodes else "prefill"

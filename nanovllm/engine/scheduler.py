@@ -25,19 +25,19 @@ class Scheduler:
 
     A mixed step decodes one token for each running sequence, and computes chunks of prompts. Prompts are computed in
     the order of `Sequence.order`, within the limits of the step's TokenBudget. A full engine admits new sequences in
-    groups (see AdmissionPause). `schedule` may be called before the tokens of the previous step have arrived. Such a
-    call leaves out the sequences that must wait for their tokens.
+    groups (see AdmissionPause). `schedule` may be called before the tokens of the previous step have arrived. Sequences
+    that must wait for their tokens are left out of the new step.
 
     The answers to one prompt (`Sequence.group`) are queued together. The first answer is admitted when all answers fit,
-    or when nothing else runs. Answers that fit start from the first answer's blocks. The others are admitted later, and
-    find the prompt in the prefix cache.
+    or when nothing else runs. The other answers that fit share the first answer's blocks. Answers that do not fit are
+    admitted later, and find the prompt in the prefix cache.
     """
 
     make_queue: Callable[[], WaitingQueue] = WaitingQueue  # lora/ replaces it
     task = "generate"
 
     def __init__(self, config: "Config", block_manager: BlockManager | None = None):
-        """`config` must be resolved. `block_manager` replaces the plain BlockManager."""
+        """`config` must be resolved. `block_manager`, if given, is used instead of a plain BlockManager."""
         self.eos = config.eos  # the tokenizer's end-of-sequence id, which is not reported as a stop reason
         self.eos_token_ids: frozenset[int] = config.model_config.eos_token_ids
         self.block_manager = block_manager or BlockManager(
@@ -105,7 +105,7 @@ class Scheduler:
         return step
 
     def _decodes_soon(self, step: ScheduledStep) -> bool:
-        """Whether this step decodes, or a token in flight will let the next step decode."""
+        """Whether this step decodes, or the next step can decode when a token in flight has arrived."""
         return bool(step.num_decodes) or any(seq.waits_for_token and not seq.is_paused for seq in self.running.values())
 
     def schedule_decodes(self, step: ScheduledStep) -> None:

@@ -18,9 +18,10 @@ class SchedulingPolicy:
     def priority_key(self, seq: Sequence) -> Any:
         """Return the key of `seq`: a number, or anything that can be compared with the keys of other sequences.
 
-        This method is called once per request, for its first sequence, in the thread that adds the request. That thread
-        receives any error. Useful attributes of `seq` are `num_prompt_tokens`, `max_num_tokens` (for prompt and output
-        together), `priority`, `params`, and `arrival`, which is a value of `time.perf_counter`.
+        The engine calls this method once per request, with the request's first sequence, in the thread that adds the
+        request. An error in this method is raised in the thread that adds the request. Useful attributes of `seq` are
+        `num_prompt_tokens`, `max_num_tokens` (for prompt and output together), `priority`, `params` and `arrival`. The
+        value of `arrival` comes from `time.perf_counter`.
         """
         raise NotImplementedError(f"{type(self).__name__}: must define a method `priority_key`")
 
@@ -59,7 +60,9 @@ class CheckedPolicy(SchedulingPolicy):
 
 
 def _are_ordered(a: Any, b: Any) -> bool:
-    """Return whether `a` and `b` can be ordered. None and NaN can't be ordered, nor can a number and a string."""
+    """Return whether `a` and `b` can be ordered. None and NaN can't be ordered. A number and a string can't be ordered
+    either.
+    """
     with suppress(Exception):  # the operators of a user's class may raise anything
         return bool(a < b or b < a or a == b)
     return False

@@ -168,9 +168,8 @@ class Sequence:
         return self.status is SequenceStatus.FINISHED
 
     def limit_tokens(self, num_tokens: int = 1) -> None:
-        """Set `token_limit` of a sequence that must wait for its token or for a feature's work.
-
-        A sequence with `waits_for_token` may get `num_tokens` tokens before the next call.
+        """Set `token_limit` of a sequence that must wait for its token or for a feature's work. A sequence with
+        `waits_for_token` may then get `num_tokens` more tokens.
         """
         if self.awaited is not None:
             self.token_limit = self.num_tokens
