@@ -61,7 +61,7 @@ class Config:
         scale for each key and value, and needs the backend "triton" or "sdpa".
     mamba_ssm_cache_dtype: the dtype in which layers with the gated delta rule store their states, one of "float32",
         "bfloat16" and "float16". "auto" is the checkpoint's choice, usually "float32". States are always computed in
-        float32. The setting has no effect on other models.
+        float32. The setting has no effect on models without the gated delta rule.
     dtype: "auto" is the checkpoint's dtype. On a CPU without instructions for the checkpoint's dtype, "auto" is float32
         if float32 weights take at most half of the memory. The other values are "float32" (or "float"), "float16" (or
         "half") and "bfloat16". In Python, the value can also be a torch.dtype.
@@ -107,8 +107,8 @@ class Config:
         allowed. See nanovllm/docs/images.md.
     allowed_media_domains: the hosts from which images in conversations may be downloaded; by default none.
 
-    Raises a ValueError or TypeError that states the value and the bound, or FileNotFoundError if the model does not
-    exist.
+    Raises a ValueError or TypeError that states the value and what is allowed, or FileNotFoundError if the model does
+    not exist.
     """
 
     model: str
@@ -297,7 +297,7 @@ Init = Callable[Concatenate[Any, P], None]
 
 
 def takes_settings_of(settings: Callable[P, object]) -> Callable[[Callable[..., None]], Init[P]]:
-    """Give `__init__(self, model, **settings)` the signature of `settings`, for editors, type checkers and `help`."""
+    """Decorate `__init__` with the signature of the class `settings`, for editors, type checkers and `help`."""
 
     def decorate(init: Callable[..., None]) -> Init[P]:
         init.__signature__ = inspect.signature(settings.__init__)  # type: ignore[attr-defined, misc]

@@ -88,7 +88,7 @@ class LLM(LLMEngine):
         self._adapters().add(lora_request)
 
     def remove_lora(self, lora_int_id: int) -> bool:
-        """Forget an adapter. The next request with this `lora_int_id` then reads the adapter's files again.
+        """Forget an adapter. The next request with this `lora_int_id` reads the adapter's files again.
 
         Unfinished requests continue to use the adapter. Return False if host memory has no adapter with this id.
         """

@@ -30,7 +30,7 @@ class SamplingParams:
     seed: the seed of the sampling noise. The noise does not depend on the batch; nanovllm/docs/sampling.md explains why
         results may still depend on the batch. By default, or with -1, the seed is derived from the engine's seed, or
         random if the engine has no seed.
-    n: the number of answers. The prompt is computed only once.
+    n: the number of answers. The prompt is computed only once for all answers.
     min_tokens: until the answer has this many tokens, only `max_tokens` can end the answer.
     stop: strings that end the answer. The returned text ends before the stop string.
     stop_token_ids: at most 128 ids that end the answer, as end-of-sequence ids do. The returned text ends before the
@@ -60,8 +60,8 @@ class SamplingParams:
     prompt_logprobs: like `logprobs`, but for each prompt token, and always from the model's own logits. A request with
         `prompt_logprobs` does not read the prefix cache.
 
-    Raises ValueError, or TypeError for a value of the wrong type. The error states the value and the bound. Limits that
-    depend on the model are checked when a request is made.
+    Raises ValueError, or TypeError for a value of the wrong type. The error states the value and what is allowed.
+    Limits that depend on the model are checked when a request is made.
     """
 
     temperature: float = checked(1.0, check_real, low=0)

@@ -143,7 +143,9 @@ BATCH, BACKEND = "the batch itself", "the attention backend"  # owners of arrays
 
 @lru_cache(maxsize=1024)
 def _layout(shape: BatchShape) -> tuple[list[tuple[str, list[tuple[str, int, int, Dims]]]], int]:
-    """Return the views (name, begin, end, dimensions) of each owner, and the size of the buffer in words."""
+    """Return the views (name, begin, end, dimensions) of the batch, the backend and each feature, and the size of the
+    buffer in words.
+    """
     views_used = [view for view in VIEWS if shape.has_chunks or not view.metadata["chunks_only"]]
     batch_shapes = [(view.name, view.metadata["dims"](shape)) for view in views_used]
     layout, begin = [], 0

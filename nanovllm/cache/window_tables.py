@@ -4,7 +4,7 @@ If only some layers have a window, the layers are divided among several block ta
 without a window. A block has space for the keys and values of one table's layers, so each table can use any block.
 Layers with a window may store more or fewer bytes per token than layers without a window. In place of one layer with
 more bytes per token, a block can store several layers with fewer bytes per token. The code in engine/window_blocks.py
-frees blocks.
+frees blocks before the window.
 """
 
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ class DividedSpec(AttentionSpec):
 
 
 def divide_layers(runner: "ModelRunner") -> None:
-    """Give separate tables to layers with a window, if this reduces the memory of the longest sequence.
+    """Give separate tables to layers with a window, if this reduces the memory that the longest sequence needs.
 
     All layers with a window must store keys and values of one shape. All other layers must also share one shape. The
     larger shape must be a multiple of the smaller shape. The runner's model must be loaded before this call. Sets

@@ -29,7 +29,7 @@ class StepChannel:
     """
 
     def __init__(self, capacity: int, num_readers: int):
-        """`capacity` is the largest batch's size in words. Raises OSError if /dev/shm is too small."""
+        """`capacity` is the size of the largest batch in int32 words. Raises OSError if /dev/shm is too small."""
         self._free: list[int] = []
         self._filled: list[int] = []
         self._file = tempfile.TemporaryFile(dir="/dev/shm", buffering=0)
@@ -47,7 +47,8 @@ class StepChannel:
     def send(self, shape: Any, words: np.ndarray, timeout: float) -> None:
         """Send a batch's BatchShape and words. In other messages, `shape` is any object that can be pickled.
 
-        Raises RuntimeError if a reader frees no buffer for `timeout` seconds. In that case, no reader gets the message.
+        Raises RuntimeError if a reader frees no buffer for `timeout` seconds. If an error is raised, no reader gets the
+        message.
         """
         for rank, free in enumerate(self._free, 1):
             poll = select.poll()

@@ -54,7 +54,7 @@ class Workers:
     supervisor also stores the reason in `failure`, and makes rank 0's device stop waiting. If the caller is killed, the
     ranks end by themselves.
 
-    The processes are plain subprocesses. With `multiprocessing`, each process would import the caller's script. Also, a
+    The processes are plain subprocesses. With `multiprocessing`, each process would import the caller's script, and a
     forked child of the caller would end the ranks' processes when the child exits.
     """
 

@@ -13,7 +13,7 @@ MAX_STEPS_WITHOUT_ADMISSION = 32
 
 
 class WaitingQueue:
-    """Keeps the waiting sequences in ascending `order`. The first sequence is admitted next."""
+    """Keeps the waiting sequences, sorted by `order` (ascending). The first sequence is admitted next."""
 
     def __init__(self) -> None:
         self._seqs: list[Sequence] = []
@@ -31,7 +31,7 @@ class WaitingQueue:
         insort(self._seqs, seq, key=attrgetter("order"))
 
     def next_ready(self) -> Sequence | None:
-        """Return the sequence to be admitted next, or None. A subclass first loads what the sequence needs."""
+        """Return the sequence to be admitted next, or None. A subclass may first load data that the sequence needs."""
         return self._seqs[0] if self._seqs else None
 
     def __getitem__(self, index: int) -> Sequence:

@@ -52,7 +52,7 @@ class BlockManager:
         self.copies: dict[int, int] = {}  # target block id -> source block id, to be copied before the next step
 
     def req_indices(self, max_num_seqs: int):
-        """Return the Scheduler's initial `free_req_indices`."""
+        """Return the request indices that are free at the start, for `Scheduler.free_req_indices`."""
         return [*reversed(range(max_num_seqs))]
 
     @staticmethod
@@ -77,11 +77,13 @@ class BlockManager:
         return sum(self.blocks[i].ref_count == 0 for i in [*self.hash_to_block_id.values()])
 
     def groups(self) -> list[dict]:
-        """Return statistics of the groups of layers with separate block tables, or [] if there is a single group."""
+        """Return statistics for each group of layers with a separate block table, or [] if there is only one group."""
         return []
 
     def tiers(self) -> dict[str, int]:
-        """Return the counts of the prefix cache's tiers. If the device is the only tier, the dict is empty."""
+        """Return counts for the tiers of the prefix cache: device, host memory and files. If the device is the only
+        tier, return an empty dict.
+        """
         return {}
 
     def num_blocks_for(self, num_tokens: int) -> int:

@@ -71,8 +71,8 @@ class EngineThread:
         return self._is_closing or not (collector in self.queued() or collector.live or collector.is_ready)
 
     def queued(self) -> list[Any]:
-        """Return, for each queued command, the object that waits for the command. For submitted requests, the collector
-        waits.
+        """Return the object that waits for each queued command. If a command submits requests, this object is the
+        collector.
         """
         return [waiter for _, waiter in [*self._commands]]
 
@@ -151,7 +151,9 @@ class EngineThread:
             raise UnavailableError(reasons[0])
 
     def _tell_watchers(self) -> None:
-        """Report a failed rank to the watching collectors. If no collector watches, the next caller gets the error."""
+        """Report a failed rank to the collectors that `watch` has stored. If there is no such collector, the next
+        caller gets the error.
+        """
         for watcher in self._watchers:
             if (collector := watcher()) is not None:
                 self._post(self.engine.check_open, collector)

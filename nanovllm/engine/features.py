@@ -1,4 +1,5 @@
-"""The interface of features. Only some requests use features. Each feature is a class in a separate file.
+"""The interface of features, such as stop strings, which only some requests use. Each feature is a class in a separate
+file.
 
 The table FEATURES lists all features. A feature is imported when a request first asks for it. On CUDA, startup imports
 all features, because CUDA graphs contain the features' logit edits.
@@ -54,8 +55,8 @@ class StepFeature:
     def prepare(cls, step: ScheduledStep) -> Arrays | None:
         """Return a dict of int32 arrays for a step, or None if the feature needs no arrays.
 
-        A value may also be a list of arrays of equal length. A rank creates its instance of a feature when the
-        feature's first arrays arrive. If a feature edits logits, it must therefore return a dict (possibly empty) for
+        A value of the dict may also be a list of arrays of equal length. A rank creates its instance of a feature when
+        the feature's first arrays arrive. A feature that edits logits must therefore return a dict (possibly empty) for
         each step with new sequences.
         """
         return {} if step.new_seqs and cls.edit_logits is not StepFeature.edit_logits else None
@@ -87,7 +88,7 @@ class StepFeature:
 
     @classmethod
     def after_step(cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: Any) -> None:
-        """Inspect the new tokens, and add the sequences that must end to `ends`.
+        """Inspect the new tokens, and store in `ends` the sequences that must end.
 
         `arrived` maps the index of each new token in `StepResult.token_ids` to the token's sequence. `arrived` leaves
         out sequences that are not watched or have already ended. The new token is also the last element of
@@ -95,8 +96,8 @@ class StepFeature:
         None (see `after_forward`).
 
         If a feature's work takes long, the feature does it in another thread, and stores the work's Future in
-        `seq.awaited`. The Future's result is a value of `Ends`, or None if the sequence continues. A sequence with
-        `awaited` must also have `waits_for_token`, and is held until the Future is done.
+        `seq.awaited`. The Future's result is a pair (finish reason, stop reason), or None if the sequence continues. A
+        sequence with `awaited` must also have `waits_for_token`, and is held until the Future is done.
         """
 
     @classmethod

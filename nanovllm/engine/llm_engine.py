@@ -103,7 +103,7 @@ class LLMEngine:
         return self._run(requests, use_tqdm)
 
     def _run(self, requests: list[Any], use_tqdm: bool, desc: str = "Generating") -> list[Any]:
-        """Submit requests, wait for them, and return their outputs in the same order."""
+        """Submit requests, wait until all have ended, and return their outputs in the order of the requests."""
         outputs: dict[int, Any] = {}
         collector = OutputCollector(OutputKind.FINAL_ONLY, max_seconds=PROGRESS_SECONDS if use_tqdm else inf)
         submission = Submission(self.engine_thread, requests, collector)
@@ -128,9 +128,9 @@ class LLMEngine:
         """Yield the answers of `generate` piece by piece. Events of different prompts are interleaved.
 
         Text that might be part of a stop string is held back, and no piece ends within a character.
-        `chat_template_kwargs` apply to conversations. If a prompt is invalid, the call of `stream` raises the error,
-        before the iteration. The first `next` queues the requests. Leaving the loop drops the unfinished requests. The
-        engine runs at most 32 steps ahead of the reader, unless other callers need more steps.
+        `chat_template_kwargs` apply to conversations. If a prompt is invalid, the call of `stream` itself raises the
+        error, before any iteration. The first `next` queues the requests. Leaving the loop drops the unfinished
+        requests. The engine runs at most 32 steps ahead of the reader, unless other callers need more steps.
         """
         self.engine_thread.check_open()
         requests = self.input_processor.requests(

@@ -1,4 +1,4 @@
-"""Defines the plain model runner, which runs steps, and holds a rank's weights and its part of the KV cache."""
+"""Defines the plain model runner, which runs steps, and holds the weights and the KV cache of a rank."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,7 +34,7 @@ MIN_MIXED_TOKENS = 64  # the least `max_num_mixed_tokens`, even on a slow device
 class ModelRunner:
     """Loads the model, owns the KV cache, and runs one step at a time. The host provides each step's tokens.
 
-    Subclasses can overlap consecutive steps, or run steps on several ranks. runners.py chooses the class.
+    Subclasses can overlap consecutive steps, or run steps on several ranks. The code in runners.py chooses the class.
     """
 
     budget_name = "the budget on a CPU is"  # for error messages about the cache size
@@ -228,7 +228,7 @@ class ModelRunner:
         return self.model(input_ids, positions)
 
     def sampler_input(self, hidden_states: torch.Tensor, positions: torch.Tensor, step: ScheduledStep) -> SamplerInput:
-        """Return the sampler's input, which consists of the last token of each sampled row."""
+        """Return the sampler's input, which describes the last token of each sampled row."""
         context, req_indices = get_context(), self.int_tensor([seq.req_index for seq in step.sampled_seqs])
         if not context.is_prefill:
             return SamplerInput(hidden_states, req_indices, positions, context.block_tables)
@@ -291,7 +291,9 @@ class ModelRunner:
         return host_arrays
 
     def prepare_features(self, step: ScheduledStep) -> dict[str, Arrays]:
-        """Return the arrays of a step's features, by feature name. Names are sorted to make runs repeatable."""
+        """Return a dict that maps the name of each feature of a step to the feature's arrays. Names are sorted to make
+        runs repeatable.
+        """
         prepared = {name: FEATURES[name].load().prepare(step) for name in sorted(step.feature_names)}
         return {name: arrays for name, arrays in prepared.items() if arrays is not None}
 
@@ -299,7 +301,7 @@ class ModelRunner:
 
     @property
     def kv_cache(self) -> torch.Tensor:
-        """The first group's keys and values, a tensor [2, layers, blocks, block_size, kv_heads, head_dim]."""
+        """The keys and values of the first group of layers, [2, layers, blocks, block_size, kv_heads, head_dim]."""
         return next(tensors[0] for spec, tensors in self.caches.items() if isinstance(spec, AttentionSpec))
 
     @property

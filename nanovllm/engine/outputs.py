@@ -75,7 +75,7 @@ class RequestMetrics(Record):
     """The times of a request's events, in seconds since the epoch.
 
     If an abort prevented an event, the event's time is None. If there are several answers, `finished_time` belongs to
-    the last answer. Every other field is the earliest time of any answer.
+    the last answer. Every other field is the earliest time among the answers.
     """
 
     arrival_time: float

@@ -187,7 +187,7 @@ class Scheduler:
                 forks.start_others(self, seq, step)
 
     def start_decoding(self, seq: Sequence, step: ScheduledStep) -> None:
-        """Sample a token of `seq` from the step's last row, which completes the prompt. Later steps decode `seq`."""
+        """Sample a token for `seq` from the step's last row, which completes the prompt. Later steps decode `seq`."""
         self.prefilling.pop(seq.key, None)
         self.running[seq.key] = seq
         step.add_sampled(seq)
@@ -248,8 +248,8 @@ class Scheduler:
     def postprocess(self, step: ScheduledStep, result: StepResult) -> Collection[Sequence]:
         """Append the tokens of a step to their sequences, run features, and end sequences.
 
-        Return the watched sequences that got a token, and all sequences that ended. The tokens of beams are appended by
-        the beam search.
+        Return the sequences with `is_watched` that got a token, and all sequences that ended. The beam search itself
+        appends the tokens of beams.
         """
         arrived, ends = self.append_tokens(step.sampled_seqs, result.token_ids)
         return self.run_features(step, result, arrived, ends)
@@ -257,8 +257,8 @@ class Scheduler:
     def append_tokens(self, seqs: list[Sequence], token_ids: list[int]) -> tuple[dict[int, Sequence], Ends]:
         """Append each token to its sequence, unless the sequence has ended or has `pauses_after_token` set.
 
-        Return (arrived, ends). `arrived` maps indices in `token_ids` to watched sequences. `ends` contains the
-        sequences that must end.
+        Return (arrived, ends). `arrived` maps indices in `token_ids` to sequences with `is_watched`. `ends` contains
+        the sequences that must end.
         """
         arrived, ends, num_late = dict[int, Sequence](), Ends(), 0
         block_size = self.block_manager.block_size

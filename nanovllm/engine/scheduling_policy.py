@@ -9,7 +9,8 @@ from nanovllm.utils.setting_checks import POLICIES
 
 
 class SchedulingPolicy:
-    """Determines the order of sequences. For a custom order, set `scheduling_policy` to an instance of a subclass.
+    """Determines the order of sequences. For a custom order, set `scheduling_policy` to an instance of a subclass of
+    this class.
 
     The prompt of the sequence with the smallest `priority_key` is computed first. When cache blocks run out, the
     sequence with the largest key is preempted first. Sequences with equal keys are served in the order of arrival.
@@ -46,7 +47,7 @@ class CheckedPolicy(SchedulingPolicy):
         self._last_key: Any = None  # the last accepted key
 
     def priority_key(self, seq: Sequence) -> Any:
-        """Return the policy's key. Raises TypeError if this key can't be compared with the previous key."""
+        """Return the policy's key. Raises TypeError if the key can't be compared with the previous key."""
         key = self._policy.priority_key(seq)
         known_key = key if self._last_key is None else self._last_key
         if not _are_ordered(key, known_key):

@@ -141,7 +141,7 @@ class Sequence:
         return self.token_ids[-1]
 
     def append_token(self, token_id: int) -> None:
-        """Append a token that has reached the host. `num_tokens` already includes a token that a step has sampled."""
+        """Append a token that has reached the host. If a step sampled the token, `num_tokens` already includes it."""
         self.token_ids.append(token_id)
         if self.num_tokens < len(self.token_ids):
             self.num_tokens += 1
@@ -169,7 +169,7 @@ class Sequence:
 
     def limit_tokens(self, num_tokens: int = 1) -> None:
         """Set `token_limit` of a sequence that must wait for its token or for a feature's work. A sequence with
-        `waits_for_token` may then get `num_tokens` more tokens.
+        `waits_for_token` may get `num_tokens` more tokens.
         """
         if self.awaited is not None:
             self.token_limit = self.num_tokens

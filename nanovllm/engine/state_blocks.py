@@ -8,7 +8,7 @@ from nanovllm.engine.sequence import Sequence
 
 
 class StateRows:
-    """Tracks which rows of states no running sequence uses. The Scheduler's `free_req_indices` is a StateRows.
+    """Tracks the rows of states that no running sequence uses. The Scheduler's `free_req_indices` is a StateRows.
 
     A running sequence's state is in the row of its request index, which is below `num_indices`. The rows of request
     indices are followed by a row for padding, a row of zeros (every sequence's initial state), and rows for snapshots.
@@ -29,7 +29,7 @@ class StateRows:
         return bool(self.free_indices) or self._least_recent_index() is not None
 
     def pop(self) -> int:
-        """Return a free request index, dropping a snapshot if necessary."""
+        """Return a free request index. If necessary, drop a snapshot first."""
         if not self.free_indices:
             self.forget(self._least_recent_index())
         return self.free_indices.pop()
@@ -50,19 +50,20 @@ class StateRows:
             self._drop_snapshot(block_id, row)
 
     def _least_recent_index(self) -> int | None:
-        """Return the block id of the least recently found snapshot in the row of a request index, or None."""
+        """Return the block id of the least recently found snapshot whose row belongs to a request index, or None."""
         rows = self.snapshots.items()
         return next((i for i, row in rows if row < self.num_indices and row not in self.being_read), None)
 
 
 class StateBlockManager(BlockManager):
-    """Lets sequences share cached blocks up to a snapshot. Tracks which rows of states are read and copied.
+    """Lets sequences share cached blocks up to the position of a snapshot. Tracks which rows of states are read and
+    copied.
 
     In `copies`, row `r` of the states has id `num_blocks + r`.
 
     The state at the end of a prompt's last full block is stored as a snapshot. A snapshot is also stored at the end of
     the prompt's cached blocks, if none exists there, because prompts share these blocks. A chunk ends at each snapshot,
-    so a snapshot costs a copy of the state and an additional step. The next step makes the copy, and its prompts can
+    so a snapshot costs a copy of the state and an additional step. The next step copies the state, and its prompts can
     already find the snapshot. If no row is free, the least recently found snapshot is dropped. If a block is evicted,
     the snapshot at its end is dropped as well.
 

@@ -1,7 +1,7 @@
 """The block manager for models in which only some layers attend to a window.
 
-Layers with a window have separate block tables, and blocks before the window are freed. cache/window_tables.py divides
-the layers among the tables.
+Layers with a window have separate block tables, and blocks before the window are freed. The code in
+cache/window_tables.py divides the layers among the tables.
 """
 
 from nanovllm.engine.block_manager import Block, BlockManager
@@ -15,7 +15,8 @@ class WindowBlockManager(BlockManager):
     """Manages one pool of blocks for all tables. A block stores the keys and values of one table's layers.
 
     `Sequence.block_table` is the table of the layers without a window, and `Sequence.window_columns` contains the
-    columns of the window tables. Column `i` of all tables stores the same tokens. The ids in a freed column are 0.
+    columns of the window tables. Column `i` stores the same tokens in all tables. The block ids in a freed column are
+    0.
 
     While a prompt is computed, each chunk allocates its columns. If too few blocks are free, the chunk is shortened.
     Columns before the window are freed before the next chunk. A decoding sequence frees old columns when it needs a new

@@ -37,11 +37,11 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 def load_weights(llm: "LLMEngine", weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Replace some or all weights of a running engine, and empty the prefix cache. Tensors may be on any device.
 
-    `weights` yields (name, tensor) pairs as in a checkpoint or in the transformers model's state dict. Tensors must not
-    be merged or split over ranks. An engine with 8-bit weights accepts unquantized tensors, which it quantizes, and
-    8-bit values with scales in the format of its checkpoint. An engine with `quantization="int4"` accepts unquantized
-    tensors. An engine with a 4-bit checkpoint accepts no weights. The caller's thread iterates over `weights`, so a
-    generator can create one tensor at a time.
+    `weights` yields (name, tensor) pairs, with names as in a checkpoint or in the transformers model's state dict.
+    Tensors must not be merged or split over ranks. An engine with 8-bit weights accepts unquantized tensors, which it
+    quantizes, and 8-bit values with scales in the format of its checkpoint. An engine with `quantization="int4"`
+    accepts unquantized tensors. An engine with a 4-bit checkpoint accepts no weights. The caller's thread iterates over
+    `weights`, so a generator can create one tensor at a time.
 
     Raises UnavailableError if there are requests and the engine is not paused, or if `sleep` has freed the weights. New
     requests raise UnavailableError until this function returns.

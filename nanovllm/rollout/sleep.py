@@ -119,7 +119,7 @@ class MemoryCall(NamedTuple):
 
 
 def _on_all_ranks(core: Engine, call: MemoryCall) -> int | None:
-    """Make `call` on all ranks, and return this rank's result."""
+    """Execute `call` on all ranks, and return this rank's result."""
     if core.workers.processes:
         core.workers.send(call, np.empty(0, np.int32))
     return call.do(open_runner(core))

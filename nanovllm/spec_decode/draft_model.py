@@ -1,4 +1,4 @@
-"""Drafts with a smaller model.
+"""Makes drafts with a smaller model.
 
 The draft model shares the vocabulary, block ids and sampling noise of the target model.
 """
@@ -101,7 +101,7 @@ class DraftModel:
         self.num_computed[req_indices] = ends
 
     def compute_chunks(self, req_indices: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor) -> None:
-        """Compute the rows `starts:ends` of each sequence as chunks. Each argument is [S] int64."""
+        """Compute the rows `starts:ends` of each sequence as chunks. Each argument is an int64 tensor [S]."""
         counts, config = ends - starts, self.runner.config
         rows = torch.arange(len(starts), device=starts.device).repeat_interleave(counts)
         cu_seqlens_q = F.pad(counts.cumsum(0), (1, 0))

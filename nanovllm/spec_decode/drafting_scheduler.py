@@ -29,7 +29,7 @@ MANY = 8
 
 @dataclass
 class Pace:
-    """Decides whether a sequence drafts or pauses.
+    """Decides whether tokens are drafted for a sequence, or drafting pauses.
 
     A sequence stops drafting for a while if few drafts were accepted, or if several steps in a row had no drafts.
     `mean` is the moving average of accepted drafts per step, and starts at 2. If `mean` falls below the break-even
@@ -219,7 +219,7 @@ class DraftingScheduler(Scheduler):
         return not (seq.pauses_after_token or seq.waits_for_token)
 
     def _drafts_of(self, seq: Sequence, pace: Pace) -> tuple[list[int], bool]:
-        """Return the drafts of a sequence, and whether it may draft.
+        """Return the drafts of a sequence, and whether drafting is allowed for the sequence.
 
         Drafting is not allowed during a pause, or if the sequence must end before a draft could be used.
         """

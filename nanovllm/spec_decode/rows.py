@@ -1,7 +1,6 @@
-"""Handles steps that verify drafts. In these steps, a sequence has several rows.
+"""Handles steps that verify drafts. In such a step, each sequence has k = `tokens_per_row` rows.
 
-Each sequence gets its accepted drafts and one more token. A sequence has k = `tokens_per_row` rows. On CUDA, kernels
-replace these functions.
+Each sequence gets its accepted drafts and one more token. On CUDA, kernels replace the functions in this module.
 """
 
 from functools import partial
@@ -32,7 +31,8 @@ def accept_drafts(
     """Return how many sampled tokens each sequence gets, as [S] int32. The maximum is k.
 
     A draft is accepted if it and all earlier drafts equal the tokens sampled at their positions. A row at the same
-    position as the previous row contains no draft. The tables receive each sequence's new length and last token.
+    position as the previous row contains no draft. This function also stores each sequence's new length and last token
+    in the tables.
     """
     k = len(token_ids) // len(req_indices)
     req_indices, positions, tokens = arrays(req_indices, positions.reshape(-1, k), token_ids.reshape(-1, k))

@@ -1,4 +1,4 @@
-"""Implements speculation as a step feature. The feature writes drafts to tables that the step reads."""
+"""Implements speculative decoding as a `StepFeature`. The feature writes drafts to tables that the step reads."""
 
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING

@@ -26,7 +26,7 @@ def check_rates(name: str, value: Any) -> tuple[float, ...]:
 
 
 class StepCost(NamedTuple):
-    """The time of a step for several numbers of rows, in an arbitrary unit. Other times are interpolated."""
+    """The times of steps with different numbers of rows, in an arbitrary unit. Other times are interpolated."""
 
     rows: tuple[int, ...]
     times: tuple[float, ...]  # of steps with these numbers of rows; on a CPU, rows of drafts count, too
@@ -113,7 +113,7 @@ def given_values(given: Any) -> dict[str, Any]:
 def read_speculative_config(config: "Config") -> SpeculativeConfig:
     """Check and resolve `config.speculative_config`, which is a dict or its JSON text.
 
-    Errors name the key, the value and the bound.
+    Errors state the key, the value and what is allowed.
     """
     given = config.speculative_config
     if isinstance(given, SpeculativeConfig):

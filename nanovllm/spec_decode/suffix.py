@@ -79,7 +79,7 @@ class SuffixAutomaton:
     def follow(self, state: int, length: int, token_id: int) -> tuple[int, int]:
         """Append a token to a context of `length` tokens.
 
-        Return the state and the length of the longest suffix in the index.
+        Return the state and the length of the new context's longest suffix that is in the index.
         """
         while state >= 0 and token_id not in self.next[state]:
             state = self.links[state]
@@ -136,7 +136,7 @@ class Place:
 
 
 class Suffix(Proposer):
-    """Drafts from a memory that requests share. For privacy, a request with a `cache_salt` has a separate memory."""
+    """Makes drafts from a memory that requests share. For privacy, a request with a `cache_salt` has its own memory."""
 
     def __init__(self, settings):
         super().__init__(settings)
