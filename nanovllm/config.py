@@ -31,19 +31,19 @@ class Config:
     needs no PyTorch.
 
     model: a folder in the Hugging Face layout, a hub id, or `"tiny-qwen3"`, which is part of this package.
-    max_num_batched_tokens: maximum number of tokens in a step. Prompts with more tokens are computed in chunks over
-        several steps.
+    max_num_batched_tokens: maximum number of tokens in a step. Prompts that exceed this maximum are computed in chunks
+        over several steps.
     max_mixed_step_ms: target duration of a mixed step in milliseconds; by default 50 on CUDA and 250 on a CPU. A mixed
         step computes prompt chunks and decodes other sequences.
     max_num_mixed_tokens: maximum number of tokens in a mixed step; by default, as many as the device computes in
-        `max_mixed_step_ms`. The default is measured on CUDA and estimated on a CPU. While few prompt tokens wait, a
-        mixed step uses only half of the maximum.
+        `max_mixed_step_ms`. The default is measured on CUDA and estimated on a CPU. While only few prompt tokens are
+        waiting, a mixed step uses half of the maximum.
     scheduling_policy: "fcfs" (first come, first served) or "priority" (the request with the lowest `priority` value
         comes first). In Python, the value can also be an object with a method `priority_key`: see `SchedulingPolicy` in
         `engine/scheduling_policy.py`.
-    max_num_seqs: maximum number of sequences that run at the same time. If layers keep a recurrent state for each
-        sequence, and `num_kvcache_blocks` is not set, the maximum is lowered until all states take at most half of the
-        cache's memory.
+    max_num_seqs: maximum number of sequences that run at the same time. In models with recurrent states, the maximum is
+        lowered until the states of all sequences take at most half of the cache's memory, unless `num_kvcache_blocks`
+        is set.
     max_model_len: maximum number of tokens in a prompt and its answer together; by default 4096 or the model's own
         limit, whichever is smaller.
     gpu_memory_utilization: the fraction of the GPU's memory that weights and cache may use together. The setting has no
@@ -55,8 +55,8 @@ class Config:
     enforce_eager: do not use CUDA graphs.
     kvcache_block_size: tokens per cache block, a multiple of 16. The backend "flash" needs a multiple of 256. On CUDA,
         `batch_invariant` needs a multiple of 64.
-    num_kvcache_blocks: the number of cache blocks; by default, as many as fit into memory or, on a CPU, into 1 GiB. An
-        explicit number also limits `max_model_len`.
+    num_kvcache_blocks: the number of cache blocks; by default, as many as fit into memory or, on a CPU, into 1 GiB. If
+        `num_kvcache_blocks` is set, it also limits `max_model_len`.
     kv_cache_dtype: the format of cached keys and values. "auto" is the setting `dtype`. "fp8" stores e4m3 values with a
         scale for each key and value, and needs the backend "triton" or "sdpa".
     mamba_ssm_cache_dtype: the dtype in which layers with the gated delta rule store their states, one of "float32",
@@ -69,8 +69,8 @@ class Config:
     attention_backend: "triton", "sdpa" or "flash". "auto" is "triton" on CUDA if Triton is installed, else "sdpa".
     swap_space: size in GiB, for all ranks together, of the host memory that keeps evicted cache blocks. Blocks are
         copied back to the device for a later request that begins with the same tokens. See nanovllm/docs/cache.md.
-    swap_dir: a folder for copies of the blocks that are in host memory. The copies can be read when the same model is
-        started again. Needs `swap_space`.
+    swap_dir: a folder for copies of the blocks that are in host memory. When the same model is started again, it can
+        read the copies. Needs `swap_space`.
     swap_dir_space: maximum size in GiB of each model's files in `swap_dir`.
     enable_prefix_caching: reuse the cache blocks of earlier requests that begin with the same tokens.
     async_scheduling: prepare a step while the previous step runs; by default on CUDA only.
@@ -92,8 +92,8 @@ class Config:
     enable_lora: allow requests to use low-rank adapters; see nanovllm/docs/lora.md.
     max_loras: the number of adapters that are on the device at the same time.
     max_lora_rank: upper limit for the rank of adapters. Memory is allocated for adapters of this rank.
-    max_expert_lora_rank: upper limit for the rank of adapters that have matrices for each expert. 0 means that such
-        adapters are refused, and that no memory is allocated for them.
+    max_expert_lora_rank: upper limit for the rank of adapters that have matrices for each expert. 0 refuses adapters
+        with such matrices, and allocates no memory for them.
     speculative_config: how tokens are drafted, as JSON with the keys that nanovllm/docs/speculation.md lists; by
         default no tokens are drafted. In Python, the value can also be a dict.
     task: "generate", "embed" (texts to vectors), "score" (the relevance of documents) or "classify"; by default the
@@ -101,8 +101,8 @@ class Config:
         checkpoint generates text. See nanovllm/docs/embeddings.md.
     language_model_only: load no vision tower, and take no images.
     limit_mm_per_prompt: the maximum number of images in a prompt, as JSON such as `{"image": 4}`; by default 999.
-    mm_processor_kwargs: the smallest and largest image size, as JSON with the keys `min_pixels` and `max_pixels`.
-        Images outside these limits are scaled.
+    mm_processor_kwargs: the smallest and largest image size in pixels, as JSON with the keys `min_pixels` and
+        `max_pixels`. Smaller and larger images are scaled.
     allowed_local_media_path: a folder with image files to which conversations may refer; by default, no files are
         allowed. See nanovllm/docs/images.md.
     allowed_media_domains: the hosts from which images in conversations may be downloaded; by default none.

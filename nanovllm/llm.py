@@ -49,8 +49,8 @@ class LLM(LLMEngine):
     ) -> list[RequestOutput]:
         """Answer one or more conversations, as `generate` answers prompts.
 
-        A conversation is a list of dicts with `role` and `content`. `chat_template_kwargs` are passed to the chat
-        template, for example `{"enable_thinking": False}`. Raises ValueError if the template can't render a
+        A conversation is a list of dicts with the keys `role` and `content`. `chat_template_kwargs` are passed to the
+        chat template, for example `{"enable_thinking": False}`. Raises ValueError if the template can't render a
         conversation.
         """
         template_arguments = {

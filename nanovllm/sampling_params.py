@@ -20,8 +20,8 @@ class SamplingParams:
     Values are validated on construction. Only the first three parameters can be positional arguments.
 
     temperature: the divisor of the logits. At 0 (or below 1e-5), the most likely token is always chosen.
-    max_tokens: maximum number of tokens to generate. The setting `max_model_len` limits the answer too. In Python, None
-        leaves `max_model_len` as the only limit.
+    max_tokens: maximum number of tokens to generate. The setting `max_model_len` also limits the answer. In Python,
+        None leaves `max_model_len` as the only limit.
     ignore_eos: do not stop at the model's end-of-sequence ids.
     top_k: sample only from the k most likely tokens. Among equally likely tokens, those with the lowest ids are kept.
         With 0 or -1, all tokens are kept.

@@ -76,7 +76,7 @@ class Batch(Generic[Array]):
     Fields that are declared with `chunks_only` are None in steps that only decode. For decode rows, the host fills the
     fields from `req_indices` to `new_window_blocks`. The device fills the fields from `input_ids` to `window_tables`
     (see `place_decodes` and `place_windows`). `BatchShape.graph_shape` determines the shapes of the first views in the
-    buffer. CUDA graphs read only these views.
+    buffer. CUDA graphs read only these first views of the buffer.
     """
 
     shape: BatchShape
@@ -160,7 +160,9 @@ def _layout(shape: BatchShape) -> tuple[list[tuple[str, list[tuple[str, int, int
 def shape_of(
     step: ScheduledStep, block_size: int, backend_arrays: Mapping[str, np.ndarray], num_window_tables: int = 0
 ) -> BatchShape:
-    """Return the shape of a step without padding. Fields outside `graph_shape` keep their defaults."""
+    """Return the shape of a step without padding. The fields of BatchShape that are not in `graph_shape` keep their
+    defaults.
+    """
     k, chunk_lens = step.tokens_per_row, step.chunk_lens
     n = step.num_decodes * k
     longest_decode = max((end for _, _, end in step.decodes), default=0)
@@ -189,8 +191,8 @@ def prepare_batch(
 ) -> HostBatch:
     """Fill a step's batch, including the arrays of the backend and of features.
 
-    `host_buffer` returns memory for the batch. If `shape` is larger than the step, empty sequences pad the batch.
-    Padding stores no keys or values. Tokens that are sampled for padding are dropped. The backend's arrays are padded
+    `host_buffer` returns memory for the batch. If `shape` is larger than the step, empty sequences pad the batch. The
+    padding stores no keys or values. Tokens that are sampled for padding are dropped. The backend's arrays are padded
     with -1.
     """
     new = step.new_seqs

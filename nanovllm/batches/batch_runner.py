@@ -75,7 +75,7 @@ class BatchRunner(ModelRunner):
         return np.empty(shape.size, np.int32)
 
     def launch(self, batch: HostBatch, step: ScheduledStep | None = None) -> PendingStep:
-        """Launch a prepared batch. On CUDA, the batch is only queued."""
+        """Launch a prepared batch. On CUDA, this method only queues the batch."""
         self.tp.check()
         with self.on_device():
             if batch.shape.num_block_copies:

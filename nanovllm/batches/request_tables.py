@@ -1,7 +1,7 @@
 """Defines the device's tables of running requests, which each step reads and updates.
 
-If tokens are drafted, the host prepares a step before it knows how many tokens the previous step added. The device
-therefore computes the positions and slots of a step.
+If tokens are drafted, the host prepares a step before it knows how many tokens the previous step added. For this
+reason, the device computes the positions and slots of a step.
 """
 
 from typing import Any, NamedTuple
@@ -46,7 +46,7 @@ class RequestTables(NamedTuple):
 def place_decodes(tables: RequestTables, batch: DeviceBatch, block_size: int) -> None:
     """Fill in the decode rows of a batch: token ids, positions, slots, lengths and block tables.
 
-    A sequence has one row or, with drafts, `tokens_per_row` rows. Padding has length 0 and slot -1.
+    A sequence has one row or, with drafts, `tokens_per_row` rows. Rows for padding have length 0 and slot -1.
     """
     k = batch.shape.tokens_per_row
     n = int(batch.num_decode_rows) if batch.shape.is_padded else batch.shape.num_decode_rows

@@ -45,7 +45,9 @@ class DividedSpec(AttentionSpec):
     shapes: tuple[Shape, ...] = ()  # of all layers
 
     def tensors(self, num_layers: int, num_blocks: int, config: "Config") -> tuple[torch.Tensor, ...]:
-        """Return the tensors. Layers of all shapes share the first tensor. Scales are separate for each shape."""
+        """Return the tensors. Layers of all shapes share the first tensor. Scales have a separate tensor for each
+        shape.
+        """
         dims = 2, min(num_layers, self.layers_per_block), num_blocks, config.kvcache_block_size
         sizes = {(self.num_kv_heads * self.head_dim // head_dim, head_dim) for _, head_dim in self.shapes}
         found = [cache_type(config.kv_cache_dtype).tensors((*dims, *size), config.dtype) for size in sorted(sizes)]
@@ -55,10 +57,10 @@ class DividedSpec(AttentionSpec):
 def divide_layers(runner: "ModelRunner") -> None:
     """Give separate tables to layers with a window, if this reduces the memory that the longest sequence needs.
 
-    All layers with a window must store keys and values of one shape. All other layers must also share one shape. The
-    larger shape must be a multiple of the smaller shape. The runner's model must be loaded before this call. Sets
-    `Config.num_window_tables`, `Config.cache_window`, `Config.table_views` and each layer's `table`. Merges the
-    runner's `cache_groups`.
+    All layers with a window must store keys and values of one shape. All layers without a window must share one shape,
+    too. The larger shape must be a multiple of the smaller shape. The runner's model must be loaded before
+    `divide_layers` is called. Sets `Config.num_window_tables`, `Config.cache_window`, `Config.table_views` and each
+    layer's `table`. Merges the runner's `cache_groups`.
     """
     config, groups = runner.config, runner.cache_groups
     windows = {spec: layers for spec, layers in groups.items() if getattr(spec, "window", None) is not None}

@@ -46,8 +46,8 @@ class PeerMemory:
     The two buffers alternate within a forward pass, so a fast rank never overwrites summands that another rank still
     reads. Before a rank writes to buffer A again, it passes the barrier of buffer B. The other ranks reach the barrier
     of buffer B only after they have read buffer A. Every forward pass ends with an exchange of keys (`all_reduce_max`),
-    which has a separate buffer and barrier. After this exchange, no rank reads a sum any more, so every forward pass
-    can begin with the first buffer for sums.
+    which has a separate buffer and barrier. After the exchange of keys, no rank reads a sum any more, so every forward
+    pass can begin with the first buffer for sums.
 
     The memory is shared through CUDA IPC handles, without NVLink multicast.
     """

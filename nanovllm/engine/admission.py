@@ -47,8 +47,8 @@ class AdmissionPause:
     """Admits sequences in groups once the engine is full.
 
     If each ended sequence were replaced immediately, most steps would compute prompts too, and would delay the running
-    sequences. Admission therefore pauses when a sequence does not fit. Admission resumes when a sixteenth of the
-    running sequences have ended, or after MAX_STEPS_WITHOUT_ADMISSION steps.
+    sequences. Admission pauses when a sequence does not fit. Admission resumes when a sixteenth of the running
+    sequences have ended, or after MAX_STEPS_WITHOUT_ADMISSION steps.
     """
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from nanovllm.engine.sequence import Sequence, packed_ids
 class Block:
     """A block of the paged KV cache.
 
-    A block with a hash is in the prefix cache. A lookup in this cache compares hashes and token ids.
+    A block with a hash is in the prefix cache. A lookup in the prefix cache compares hashes and token ids.
     """
 
     __slots__ = ("block_id", "hash", "ref_count", "token_ids")
@@ -133,7 +133,7 @@ class BlockManager:
         return len(seq.block_table) * self.block_size < num_tokens
 
     def prepare_decodes(self, rows: list[ScheduledSequence]) -> list[int]:
-        """Return the indices of the rows that need another block. A subclass may also free blocks here."""
+        """Return the indices of the rows that need another block. In a subclass, this method may also free blocks."""
         return [i for i, (seq, _, end) in enumerate(rows) if self.needs_block(seq, end)]
 
     def can_append(self, seq: Sequence) -> bool:

@@ -25,8 +25,8 @@ class EngineThread:
     is queued as a command, which this thread executes between steps. As long as a collector needs steps, this thread
     runs steps. Otherwise, it sleeps.
 
-    Signal handlers and finalizers may call `submit`, `abort`, `discard` and `exit` at any moment. These calls can't
-    deadlock, because the interrupted code never holds a lock of the queues.
+    Signal handlers and finalizers may call `submit`, `abort`, `discard` and `exit` at any moment. Calls in signal
+    handlers and finalizers can't deadlock, because the interrupted code never holds a lock of the queues.
     """
 
     def __init__(self, engine: Engine):
@@ -71,8 +71,8 @@ class EngineThread:
         return self._is_closing or not (collector in self.queued() or collector.live or collector.is_ready)
 
     def queued(self) -> list[Any]:
-        """Return the object that waits for each queued command. If a command submits requests, this object is the
-        collector.
+        """Return the object that waits for each queued command. For a command that submits requests, the waiting object
+        is the collector.
         """
         return [waiter for _, waiter in [*self._commands]]
 
@@ -129,9 +129,9 @@ class EngineThread:
     def exit(self) -> None:
         """Drop all requests, free the device's memory, and end the thread. Waiting callers get a RuntimeError.
 
-        A finalizer may call `exit` in the engine thread or in the ranks' supervisor thread. In these two threads,
-        `exit` returns immediately, and the engine thread ends after its current step. In a forked child process, `exit`
-        does nothing.
+        A finalizer may call `exit` in the engine thread or in the ranks' supervisor thread. In the engine thread and
+        the supervisor thread, `exit` returns immediately, and the engine thread ends after its current step. In a
+        forked child process, `exit` does nothing.
         """
         if os.getpid() != self._pid:
             return
@@ -151,8 +151,8 @@ class EngineThread:
             raise UnavailableError(reasons[0])
 
     def _tell_watchers(self) -> None:
-        """Report a failed rank to the collectors that `watch` has stored. If there is no such collector, the next
-        caller gets the error.
+        """Report a failed rank to the collectors that `watch` has stored. If no collector is stored, the next caller
+        gets the error.
         """
         for watcher in self._watchers:
             if (collector := watcher()) is not None:

@@ -56,8 +56,8 @@ class StepFeature:
         """Return a dict of int32 arrays for a step, or None if the feature needs no arrays.
 
         A value of the dict may also be a list of arrays of equal length. A rank creates its instance of a feature when
-        the feature's first arrays arrive. A feature that edits logits must therefore return a dict (possibly empty) for
-        each step with new sequences.
+        the feature's first arrays arrive. A feature that edits logits must return a dict (possibly empty) for each step
+        with new sequences.
         """
         return {} if step.new_seqs and cls.edit_logits is not StepFeature.edit_logits else None
 

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def num_later_answers(scheduler: "Scheduler", seq: Sequence) -> int:
-    """Return the number of answers that must also fit when `seq` is admitted, although they start later than `seq`.
+    """Return how many later answers must fit, besides `seq`, when `seq` is admitted.
 
-    For the first answer of a new group, return the number of the group's other answers. If nothing runs, return 0: the
-    first answer is then admitted even if the other answers do not fit.
+    For the first answer of a new group, return the number of the group's other answers. If nothing runs, return 0, so
+    that the first answer is admitted even if the other answers do not fit.
     """
     is_new_group = seq is seq.group[0] and not seq.has_sampled
     return len(seq.group) - 1 if is_new_group and scheduler.num_running else 0

@@ -129,7 +129,7 @@ class LLMEngine:
 
         Text that might be part of a stop string is held back, and no piece ends within a character.
         `chat_template_kwargs` apply to conversations. If a prompt is invalid, the call of `stream` itself raises the
-        error, before any iteration. The first `next` queues the requests. Leaving the loop drops the unfinished
+        error, before any iteration. The first call of `next` queues the requests. Leaving the loop drops the unfinished
         requests. The engine runs at most 32 steps ahead of the reader, unless other callers need more steps.
         """
         self.engine_thread.check_open()
@@ -206,12 +206,12 @@ class LLMEngine:
         still contains.
         `block_groups`: the blocks that each group of layers uses, if there are several groups.
         `prefix_hit_rate`: the fraction of prompt tokens that were found in the prefix cache.
-        `tiers`, with `swap_space`: `device_hits` counts the prompt tokens that were found in the device's cache, and
-        `host_hits` counts the prompt tokens that were found in host memory. `loaded_blocks` is the number of blocks
-        that were copied back from host memory. `stored_blocks` is the number of blocks that were copied to host memory.
-        `lost_copies` is the number of failed copies. Host memory has `host_rows` rows, of which `host_rows_used`
-        contain blocks or states. A block takes one row, and a state takes several rows. If `swap_dir` is set,
-        `disk_blocks` is the number of blocks that were read from files, and `disk_files` is the number of files.
+        `tiers`, with `swap_space`: `device_hits` and `host_hits` count the prompt tokens that were found in the
+        device's cache and in host memory. `loaded_blocks` is the number of blocks that were copied back from host
+        memory. `stored_blocks` is the number of blocks that were copied to host memory. `lost_copies` is the number of
+        failed copies. Host memory has `host_rows` rows, of which `host_rows_used` contain blocks or states. A block
+        takes one row, and a state takes several rows. If `swap_dir` is set, `disk_blocks` is the number of blocks that
+        were read from files, and `disk_files` is the number of files.
         `preemptions`: how often a sequence was preempted.
         `tokens`: the numbers of prompt tokens (`in`) and generated tokens (`out`).
         `pooled`, for tasks other than "generate": a dict that maps the task to the number of prompts whose vector was

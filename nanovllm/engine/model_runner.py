@@ -34,7 +34,8 @@ MIN_MIXED_TOKENS = 64  # the least `max_num_mixed_tokens`, even on a slow device
 class ModelRunner:
     """Loads the model, owns the KV cache, and runs one step at a time. The host provides each step's tokens.
 
-    Subclasses can overlap consecutive steps, or run steps on several ranks. The code in runners.py chooses the class.
+    Subclasses can overlap consecutive steps, or run steps on several ranks. The code in runners.py chooses the runner's
+    class.
     """
 
     budget_name = "the budget on a CPU is"  # for error messages about the cache size
@@ -78,8 +79,8 @@ class ModelRunner:
     def make_tables(self) -> None:
         """Allocate per-request tables on the device. Subclasses may override this.
 
-        When this method is called, the model is loaded, and `cache_groups` contains its layers. The cache is allocated
-        later.
+        When this method is called, the model is loaded, and `cache_groups` contains its layers. The KV cache is
+        allocated later.
         """
 
     def warm_up(self, part_done: Callable[[str], None]) -> None:
@@ -245,7 +246,7 @@ class ModelRunner:
         return self.sampler(logits, self.prepare_sample(seqs), seeds, x.positions, cutoffs)
 
     def edit_logits(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-        """Let features edit logits [S, vocabulary] in place. Return the cutoffs [S] of min-p, top-k and top-p."""
+        """Let features edit logits [S, vocabulary] in place. Return cutoffs [S] for min-p, top-k and top-p."""
         for feature in self.features.values():
             feature.edit_logits(logits, rows)
         return logit_cutoffs(logits, rows)

@@ -33,10 +33,11 @@ class ScheduledStep:
     new_blocks: a triple (index into `decodes`, column in the block table, block id) for each block that a decode row
         gets.
     chunks: the rows that compute part or all of a prompt. After a preemption, chunks also recompute generated tokens.
-    state_rows: for each chunk, the row of its initial state. Only layers with a state (cache/state.py) read this row.
+    state_rows: for each chunk, the row of its initial state. Only layers with a state (cache/state.py) read the row of
+        the initial state.
     sampled_seqs: the sequences that get a token from this step. Decoding sequences come first.
-    sampled_rows: the row to sample from for each sequence in `sampled_seqs`. Rows are in ascending order. Answers to
-        one prompt share a row if they are admitted together.
+    sampled_rows: the row to sample from for each sequence in `sampled_seqs`. Row indices are in ascending order.
+        Answers to one prompt share a row if they are admitted together.
     feature_names: the features that must do work on the host in this step.
     copies: a dict that maps the target of each copy to its source. Cache blocks and states are copied before the step
         stores keys and values.

@@ -301,8 +301,8 @@ class Scheduler:
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence, whatever its state. Only this method ends sequences.
 
-        A step in flight might still write to the sequence's blocks. Freeing the blocks is still safe: the device runs
-        steps in order, so the next owner of the blocks writes later.
+        A step in flight might still write to the sequence's blocks. Freeing the blocks of an ended sequence is safe:
+        the device runs steps in order, so the next owner of the blocks writes later.
         """
         self.waiting.discard(seq)
         self.held.pop(seq, None)

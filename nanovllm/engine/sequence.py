@@ -100,7 +100,7 @@ class Sequence:
         return self.request_id, self.index
 
     def set_order(self, priority_key: Any) -> None:
-        """Set `order` from the policy's key. Sequences with equal keys are ordered by request id."""
+        """Set `order` from the key of the scheduling policy. Sequences with equal keys are ordered by request id."""
         self.order = priority_key, *self.key  # the smallest comes first
 
     def __getitem__(self, key: int | slice) -> Any:

@@ -1,4 +1,4 @@
-"""The block manager for models with states. A prefix hit in such a model needs a snapshot of the state."""
+"""The block manager for models with states. If layers keep states, a prefix hit needs a snapshot of the state."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -68,8 +68,8 @@ class StateBlockManager(BlockManager):
     the snapshot at its end is dropped as well.
 
     If the cached blocks end with an answer, the prompt continues a conversation. The conversation's next prompt will
-    begin with this whole prompt, so no snapshot is stored at the end of the cached answer. If snapshots must be
-    dropped, the snapshot that this prompt found is dropped first.
+    begin with the whole current prompt, so no snapshot is stored at the end of the cached answer. If snapshots must be
+    dropped, the snapshot that the current prompt found is dropped first.
     """
 
     def __init__(

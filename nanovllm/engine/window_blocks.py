@@ -20,8 +20,8 @@ class WindowBlockManager(BlockManager):
 
     While a prompt is computed, each chunk allocates its columns. If too few blocks are free, the chunk is shortened.
     Columns before the window are freed before the next chunk. A decoding sequence frees old columns when it needs a new
-    column. A step in flight may still read a freed block. Freeing the block is safe: the device runs steps in order,
-    and only a later step writes to the block.
+    column. A step in flight may still read a freed block. Freeing a block during the step is safe: the device runs
+    steps in order, and only a later step writes to the block.
 
     A prefix is found if the prefix cache contains the prefix's blocks of the first table, and all columns in the window
     of the next token.

@@ -164,8 +164,8 @@ class ModelWeights:
     def own_name(self, name: str) -> str:
         """Return the model's name for a tensor, with `language_model.` added or removed where necessary.
 
-        Names differ if the trainer or the engine has loaded only the language part of a multimodal checkpoint. Names
-        also differ if the trainer's model has no head.
+        The names in the trainer and in the engine differ if either of them has loaded only the language part of a
+        multimodal checkpoint. The names also differ if the trainer's model has no output head.
         """
         parts = str(name).split(".language_model.", 1)
         other_name = ".".join(parts) if len(parts) > 1 else str(name).replace("model.", "model.language_model.", 1)

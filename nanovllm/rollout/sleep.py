@@ -30,8 +30,8 @@ def sleep(llm: "LLMEngine", level: int = 1, keep_prefix_cache: bool = False) -> 
     host memory.
 
     By default, the prefix cache is emptied. If `keep_prefix_cache` is True, the cache blocks in host memory stay. The
-    device's blocks are first copied to host memory if they fit. After `wake_up`, prompts find these blocks again,
-    unless the weights were replaced.
+    device's blocks are first copied to host memory if they fit. After `wake_up`, prompts find the blocks in host memory
+    again, unless the weights were replaced.
 
     Returns the number of bytes that were freed on each GPU, or on the CPU. Raises ValueError if `level` is not 1 or 2,
     or if the engine was started without `enable_sleep_mode=True`. Raises ValueError if `keep_prefix_cache` is combined

@@ -49,7 +49,7 @@ class Head(DraftModel):
         raise NotImplementedError
 
     def keep(self, hidden_states: torch.Tensor) -> None:
-        """Copy a step's hidden states [T, size] to the head's cache. The model's CUDA graphs include this copy."""
+        """Copy a step's hidden states [T, size] to the head's cache. The model's CUDA graphs include this method."""
         self.model.hidden_states.cache[get_context().slot_mapping] = hidden_states
 
     def compute(self, slots: torch.Tensor, token_slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -122,7 +122,7 @@ def watch_input(layer: nn.Module, use: Callable[[torch.Tensor], None]) -> None:
 
 
 class Mtp(Head):
-    """A head for multi-token prediction (MTP). The head uses the model's output head."""
+    """A head for multi-token prediction (MTP). The MTP head uses the output head of the model."""
 
     def make_head(self, config: Any, max_len: int) -> MtpHead:
         self.decoder.register_forward_hook(lambda model, args, output: self.keep(output))

@@ -64,8 +64,8 @@ class Pace:
 
 
 def width_that_pays(drafts: list[tuple[int, float]], num_seqs: int, cost: StepCost) -> int:
-    """Return the limit for drafts per sequence that maximizes the throughput. All sequences get the same number of
-    rows.
+    """Return the limit for drafts per sequence that maximizes the throughput. All sequences in a step have the same
+    number of rows.
 
     `drafts` contains a pair for each sequence that drafts: the number of drafts, and the expected number of accepted
     drafts.

@@ -10,8 +10,8 @@ from nanovllm.spec_decode.proposer import Proposer
 class NGram(Proposer):
     """Finds the longest n-gram at the end of a sequence that also occurs earlier in the sequence.
 
-    The drafts are the tokens after the n-gram's latest earlier occurrence. If too few tokens follow this occurrence,
-    the drafts repeat these tokens.
+    The drafts are the tokens after the n-gram's latest earlier occurrence. If too few tokens follow the earlier
+    occurrence, the drafts repeat these tokens.
     """
 
     def __init__(self, settings):

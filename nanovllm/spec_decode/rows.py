@@ -1,4 +1,4 @@
-"""Handles steps that verify drafts. In such a step, each sequence has k = `tokens_per_row` rows.
+"""Handles steps that verify drafts. In a step with drafts, each sequence has k = `tokens_per_row` rows.
 
 Each sequence gets its accepted drafts and one more token. On CUDA, kernels replace the functions in this module.
 """

@@ -47,9 +47,9 @@ class SpeculativeConfig:
     """The settings for drafting tokens. The settings have the same names as in vLLM.
 
     method: "ngram", "suffix", "eagle3", "mtp" or "draft_model". The default is "draft_model" if there is a `model`.
-    num_speculative_tokens: the maximum number of drafts per sequence and step. This number must be given unless the
-        method is "suffix". The default for "suffix" is `suffix_decoding_max_tree_depth`, or `kvcache_block_size - 1` if
-        that is smaller.
+    num_speculative_tokens: the maximum number of drafts per sequence and step. `num_speculative_tokens` must be given
+        for all methods except "suffix". The default for "suffix" is `suffix_decoding_max_tree_depth`, or
+        `kvcache_block_size - 1` if that is smaller.
     prompt_lookup_min, prompt_lookup_max: for "ngram", the lengths in tokens of the shortest and the longest n-gram to
         look up. Longer n-grams are tried first.
     suffix_decoding_max_tree_depth: for "suffix", the length in tokens of the longest context to look up.
