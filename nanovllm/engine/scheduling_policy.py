@@ -61,8 +61,8 @@ class CheckedPolicy(SchedulingPolicy):
 
 
 def _are_ordered(a: Any, b: Any) -> bool:
-    """Return whether `a` and `b` can be ordered. None and NaN can't be ordered. A number and a string can't be ordered
-    either.
+    """Return whether `a` and `b` can be ordered. None and NaN can't be ordered. A number can't be ordered with a
+    string.
     """
     with suppress(Exception):  # the operators of a user's class may raise anything
         return bool(a < b or b < a or a == b)

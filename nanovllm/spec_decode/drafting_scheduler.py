@@ -123,7 +123,8 @@ class DraftingScheduler(Scheduler):
         return changed
 
     def _account(self, step: ScheduledStep, num_tokens: float) -> None:
-        """Add the loss of a step to `lost`. In this step, a sequence got `num_tokens` tokens on average.
+        """Add the loss of a step to `lost`. `num_tokens` is the average number of tokens that a sequence got in the
+        step.
 
         Losses are measured in units of a step without drafts.
         """
