@@ -1,7 +1,7 @@
 """Defines the device's tables of running requests, which each step reads and updates.
 
-If tokens are drafted, the host prepares a step before it knows how many tokens the previous step added. The device
-knows this number, and therefore computes the positions and slots of a step.
+If tokens are drafted, the host prepares a step before it knows how many tokens the previous step added. The positions
+and slots of a step are computed on the device, where the number of added tokens is known.
 """
 
 from typing import Any, NamedTuple
