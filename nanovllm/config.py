@@ -1,4 +1,4 @@
-"""The settings of an engine. They are validated on construction. Only `Config.resolve` changes them later."""
+"""Defines `Config`, the settings of an engine. Only `Config.resolve` changes settings after construction."""
 
 import inspect
 import logging
@@ -30,22 +30,22 @@ class Config:
     Constructing a Config imports PyTorch. Importing this module does not import PyTorch, so that `nanovllm --help`
     needs no PyTorch.
 
-    model: a folder in the Hugging Face layout, a hub id, or `"tiny-qwen3"`, the model in this package.
-    max_num_batched_tokens: maximum number of tokens in a step. Longer prompts are computed in chunks over several
-        steps.
-    max_mixed_step_ms: target duration in milliseconds of a mixed step, which computes prompt chunks and decodes other
-        sequences; by default 50 on CUDA and 250 on a CPU.
+    model: a folder in the Hugging Face layout, a hub id, or `"tiny-qwen3"`, which is part of this package.
+    max_num_batched_tokens: maximum number of tokens in a step. Prompts that exceed this maximum are computed in chunks
+        over several steps.
+    max_mixed_step_ms: target duration of a mixed step in milliseconds; by default 50 on CUDA and 250 on a CPU. A mixed
+        step computes prompt chunks and decodes other sequences.
     max_num_mixed_tokens: maximum number of tokens in a mixed step; by default, as many as the device computes in
-        `max_mixed_step_ms`. The default is measured on CUDA and estimated on a CPU. While few prompt tokens wait, a
-        mixed step uses only half of this maximum.
+        `max_mixed_step_ms`. The default is measured on CUDA and estimated on a CPU. While only few prompt tokens are
+        waiting, a mixed step uses half of the maximum.
     scheduling_policy: "fcfs" (first come, first served) or "priority" (the request with the lowest `priority` value
         comes first). In Python, the value can also be an object with a method `priority_key`: see `SchedulingPolicy` in
         `engine/scheduling_policy.py`.
-    max_num_seqs: maximum number of sequences that run at the same time. If the model's layers keep states, and
-        `num_kvcache_blocks` is not set, the maximum is lowered until the states of all sequences take at most half of
-        the cache's memory.
-    max_model_len: maximum number of tokens in a prompt and its answer together; by default 4096, or the model's own
-        limit if that is smaller.
+    max_num_seqs: maximum number of sequences that run at the same time. In models with recurrent states, the maximum is
+        lowered until the states of all sequences take at most half of the cache's memory, unless `num_kvcache_blocks`
+        is set.
+    max_model_len: maximum number of tokens in a prompt and its answer together; by default 4096 or the model's own
+        limit, whichever is smaller.
     gpu_memory_utilization: the fraction of the GPU's memory that weights and cache may use together. The setting has no
         effect on a CPU.
     tensor_parallel_size: the number of ranks that share the model: 1, 2, 4 or 8. On CUDA, each rank has a separate GPU,
@@ -55,35 +55,35 @@ class Config:
     enforce_eager: do not use CUDA graphs.
     kvcache_block_size: tokens per cache block, a multiple of 16. The backend "flash" needs a multiple of 256. On CUDA,
         `batch_invariant` needs a multiple of 64.
-    num_kvcache_blocks: the number of cache blocks; by default, as many as fit into memory or, on a CPU, into 1 GiB. An
-        explicit number also limits `max_model_len`.
-    kv_cache_dtype: "auto" stores values in `dtype`. "fp8" stores e4m3 values with a scale for each key and value. "fp8"
-        needs the backend "triton" or "sdpa".
+    num_kvcache_blocks: the number of cache blocks; by default, as many as fit into memory or, on a CPU, into 1 GiB. If
+        `num_kvcache_blocks` is set, it also limits `max_model_len`.
+    kv_cache_dtype: the format of cached keys and values. "auto" is the setting `dtype`. "fp8" stores e4m3 values with a
+        scale for each key and value, and needs the backend "triton" or "sdpa".
     mamba_ssm_cache_dtype: the dtype in which layers with the gated delta rule store their states, one of "float32",
         "bfloat16" and "float16". "auto" is the checkpoint's choice, usually "float32". States are always computed in
-        float32. The setting has no effect on other models.
+        float32. The setting has no effect on models without the gated delta rule.
     dtype: "auto" is the checkpoint's dtype. On a CPU without instructions for the checkpoint's dtype, "auto" is float32
         if float32 weights take at most half of the memory. The other values are "float32" (or "float"), "float16" (or
         "half") and "bfloat16". In Python, the value can also be a torch.dtype.
     device: "cpu", "cuda", or one GPU, such as "cuda:1". "auto" is "cuda" if there is a CUDA device, else "cpu".
     attention_backend: "triton", "sdpa" or "flash". "auto" is "triton" on CUDA if Triton is installed, else "sdpa".
-    swap_space: GiB of host memory, for all ranks together, to keep cache blocks that the device evicts. The blocks are
-        copied back for a later request that begins with the same tokens. See nanovllm/docs/cache.md.
-    swap_dir: a folder for copies of the blocks that are in host memory. A later start of the same model can read these
-        copies. Needs `swap_space`.
-    swap_dir_space: GiB of files in `swap_dir`, for each model.
+    swap_space: size in GiB, for all ranks together, of the host memory that keeps evicted cache blocks. Blocks are
+        copied back to the device for a later request that begins with the same tokens. See nanovllm/docs/cache.md.
+    swap_dir: a folder for copies of the blocks that are in host memory. When the same model is started again, it can
+        read the copies. Needs `swap_space`.
+    swap_dir_space: maximum size in GiB of each model's files in `swap_dir`.
     enable_prefix_caching: reuse the cache blocks of earlier requests that begin with the same tokens.
     async_scheduling: prepare a step while the previous step runs; by default on CUDA only.
-    seed: makes results repeatable for requests that have no `seed`; by default, each run differs.
+    seed: a number that makes the results of requests without their own `seed` repeatable; by default, each run differs.
     tokenizer: the folder or hub id of the tokenizer; by default the model's tokenizer.
-    revision: the branch, tag or commit of a model on the hub; by default the hub's default.
+    revision: the branch, tag or commit of a model on the hub; by default, the hub's default branch.
     quantization: "fp8", "int8" or "int4" quantizes the weights of linear layers while they are loaded; by default the
         weights stay in the checkpoint's format. See nanovllm/docs/quantization.md.
     load_format: "auto" and "safetensors" read the weights. "dummy" makes random weights, and needs no weight files.
     logprobs_mode: the distribution that the `logprobs` of a request describe. "raw_logprobs": the distribution of the
-        model's own logits. "temperature_logprobs": the logits are first divided by the request's temperature (by 1 if
-        it is 0), as trainers do. "processed_logprobs": the distribution from which tokens are sampled, after penalties,
-        temperature and filters.
+        model's own logits. "temperature_logprobs": the distribution after the logits are divided by the request's
+        temperature (unless the temperature is 0), as trainers do. "processed_logprobs": the distribution from which
+        tokens are sampled, after penalties, temperature and filters.
     enable_sleep_mode: allow `sleep`, which frees memory until `wake_up` is called; see nanovllm/docs/training.md.
     batch_invariant: make the tokens and log-probabilities of a request bitwise identical in any batch; see
         nanovllm/docs/batch-invariance.md.
@@ -92,22 +92,23 @@ class Config:
     enable_lora: allow requests to use low-rank adapters; see nanovllm/docs/lora.md.
     max_loras: the number of adapters that are on the device at the same time.
     max_lora_rank: upper limit for the rank of adapters. Memory is allocated for adapters of this rank.
-    max_expert_lora_rank: upper limit for the rank of adapters of experts, which have matrices for each expert. 0 means
-        that adapters of experts are refused, and no memory is allocated for them.
+    max_expert_lora_rank: upper limit for the rank of adapters that have matrices for each expert. 0 refuses adapters
+        with such matrices, and allocates no memory for them.
     speculative_config: how tokens are drafted, as JSON with the keys that nanovllm/docs/speculation.md lists; by
         default no tokens are drafted. In Python, the value can also be a dict.
     task: "generate", "embed" (texts to vectors), "score" (the relevance of documents) or "classify"; by default the
-        task for which the checkpoint was made. "pooling" means that task too, or "embed" if the checkpoint generates
-        text. See nanovllm/docs/embeddings.md.
+        task for which the checkpoint was made. "pooling" also selects the checkpoint's task, but selects "embed" if the
+        checkpoint generates text. See nanovllm/docs/embeddings.md.
     language_model_only: load no vision tower, and take no images.
     limit_mm_per_prompt: the maximum number of images in a prompt, as JSON such as `{"image": 4}`; by default 999.
-    mm_processor_kwargs: the size to which images are scaled, as JSON with the keys `min_pixels` and `max_pixels`.
-    allowed_local_media_path: conversations may refer to image files in this folder; by default, to no files. See
-        nanovllm/docs/images.md.
+    mm_processor_kwargs: the smallest and largest image size in pixels, as JSON with the keys `min_pixels` and
+        `max_pixels`. Smaller and larger images are scaled.
+    allowed_local_media_path: a folder with image files to which conversations may refer; by default, no files are
+        allowed. See nanovllm/docs/images.md.
     allowed_media_domains: the hosts from which images in conversations may be downloaded; by default none.
 
-    Raises a ValueError or TypeError that states the value and the bound, or FileNotFoundError if the model does not
-    exist.
+    Raises a ValueError or TypeError that states the value and what is allowed, or FileNotFoundError if the model does
+    not exist.
     """
 
     model: str
@@ -216,13 +217,13 @@ class Config:
             self.resolve(speculative_config=read_speculative_config(self))
 
     def resolve(self, **settings) -> None:
-        """Replace settings with resolved values. The ModelRunner adds measured values, and the LLMEngine adds `eos`."""
+        """Replace settings with resolved values. The ModelRunner sets measured values, and the LLMEngine sets `eos`."""
         for name, value in settings.items():
             object.__setattr__(self, name, value)
 
     @classmethod
     def create(cls, model: str, settings: dict) -> "Config":
-        """Make a Config from keyword settings. `compat.vllm_settings` translates vLLM's names and values.
+        """Make a Config from keyword settings. `compat.vllm_settings` translates vLLM's setting names and values.
 
         Raises TypeError for an unknown name, with a list of the known names.
         """
@@ -259,7 +260,7 @@ class Config:
 
     @property
     def num_block_tables(self) -> int:
-        """The number of block tables of a sequence. A block stores the keys and values of one table's layers."""
+        """The number of block tables of a sequence. A block stores keys and values for the layers of a single table."""
         return 1 + self.num_window_tables
 
     @property
@@ -296,7 +297,7 @@ Init = Callable[Concatenate[Any, P], None]
 
 
 def takes_settings_of(settings: Callable[P, object]) -> Callable[[Callable[..., None]], Init[P]]:
-    """Give `__init__(self, model, **settings)` the signature of `settings`, for editors, type checkers and `help`."""
+    """Decorate `__init__` with the signature of the class `settings`, for editors, type checkers and `help`."""
 
     def decorate(init: Callable[..., None]) -> Init[P]:
         init.__signature__ = inspect.signature(settings.__init__)  # type: ignore[attr-defined, misc]

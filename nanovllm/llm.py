@@ -1,4 +1,4 @@
-"""The class that users import."""
+"""Defines `LLM`, the class that users import."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -29,8 +29,8 @@ class LLM(LLMEngine):
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters in the model's `generation_config.json`. All other parameters have SamplingParams'
-        defaults.
+        """Return the parameters in the model's `generation_config.json`. Parameters that are not in the file have the
+        defaults of SamplingParams.
         """
         return self.input_processor.default_sampling_params()
 
@@ -49,8 +49,8 @@ class LLM(LLMEngine):
     ) -> list[RequestOutput]:
         """Answer one or more conversations, as `generate` answers prompts.
 
-        A conversation is a list of dicts with `role` and `content`. `chat_template_kwargs` are passed to the chat
-        template, for example `{"enable_thinking": False}`. Raises ValueError if the template can't render a
+        A conversation is a list of dicts with the keys `role` and `content`. `chat_template_kwargs` are passed to the
+        chat template, for example `{"enable_thinking": False}`. Raises ValueError if the template can't render a
         conversation.
         """
         template_arguments = {
@@ -88,9 +88,9 @@ class LLM(LLMEngine):
         self._adapters().add(lora_request)
 
     def remove_lora(self, lora_int_id: int) -> bool:
-        """Forget an adapter, so that the next request with this number reads files again.
+        """Forget an adapter. The next request with this `lora_int_id` reads the adapter's files again.
 
-        Unfinished requests continue to use the adapter. Return False if host memory has no adapter with this number.
+        Unfinished requests continue to use the adapter. Return False if host memory has no adapter with this id.
         """
         return self._adapters().remove(lora_int_id)
 

@@ -1,4 +1,4 @@
-"""The sampling parameters of a request. The parameters are validated on construction."""
+"""Defines the sampling parameters of a request. The parameters are validated on construction."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -20,26 +20,26 @@ class SamplingParams:
     Values are validated on construction. Only the first three parameters can be positional arguments.
 
     temperature: the divisor of the logits. At 0 (or below 1e-5), the most likely token is always chosen.
-    max_tokens: maximum number of tokens to generate. The setting `max_model_len` limits the answer too. In Python, None
-        leaves `max_model_len` as the only limit.
+    max_tokens: maximum number of tokens to generate. The setting `max_model_len` also limits the answer. In Python,
+        None leaves `max_model_len` as the only limit.
     ignore_eos: do not stop at the model's end-of-sequence ids.
-    top_k: sample only from the k most likely tokens. Of equally likely tokens, the lower id comes first. 0 or -1 keeps
-        all tokens.
+    top_k: sample only from the k most likely tokens. Among equally likely tokens, those with the lowest ids are kept.
+        With 0 or -1, all tokens are kept.
     top_p: sample only from the smallest set of most likely tokens whose total probability is at least this value.
     min_p: sample only from tokens whose probability is at least this fraction of the most likely token's probability.
-    seed: the seed of the sampling noise. The noise does not depend on the batch; nanovllm/docs/sampling.md explains how
-        results may still depend on it. By default, or with -1, the seed is derived from the engine's seed, or random if
-        the engine has no seed.
-    n: the number of answers. The prompt is computed only once.
+    seed: the seed of the sampling noise. The noise does not depend on the batch; nanovllm/docs/sampling.md explains why
+        results may still depend on the batch. By default, or with -1, the seed is derived from the engine's seed, or
+        random if the engine has no seed.
+    n: the number of answers. The prompt is computed only once for all answers.
     min_tokens: until the answer has this many tokens, only `max_tokens` can end the answer.
-    stop: strings that end the answer. The text is cut in front of the string.
-    stop_token_ids: at most 128 ids that end the answer like end-of-sequence ids. The text is cut in front of the stop
-        token.
+    stop: strings that end the answer. The returned text ends before the stop string.
+    stop_token_ids: at most 128 ids that end the answer, as end-of-sequence ids do. The returned text ends before the
+        stop token.
     bad_words: strings that must not be generated. Each string is tokenized both with and without a leading space.
     allowed_token_ids: the only ids that may be generated.
     include_stop_str_in_output: keep the stop string or stop token at the end of the text.
     skip_special_tokens: omit special tokens from the text.
-    detokenize: decode the answer to text. Otherwise, outputs have no text, and `stop` is refused.
+    detokenize: decode the answer to text. If False, outputs have no text, and `stop` is refused.
     presence_penalty: a number from -2 to 2, subtracted from the logits of tokens that the answer already contains.
     frequency_penalty: a number from -2 to 2, subtracted from a token's logit once per occurrence in the answer so far.
     repetition_penalty: a number from 0.01 to 100. For tokens in the prompt or the answer, the penalty divides positive
@@ -50,17 +50,18 @@ class SamplingParams:
         "json_object" (True), "regex", "choice" (a list of strings) or "grammar". See
         nanovllm/docs/structured-outputs.md.
     reasoning_parser: the format in which the model marks its reasoning: "qwen3", "deepseek_r1", "mistral" or another
-        name in nanovllm/docs/reasoning.md. `structured_outputs` and `stop` then apply only to the answer after the
-        reasoning.
+        name in nanovllm/docs/reasoning.md. With `reasoning_parser`, `structured_outputs` and `stop` apply only to the
+        answer after the reasoning.
     thinking_token_budget: maximum number of reasoning tokens, after which the engine forces the end marker. None or
         -1 means no limit. A budget needs `reasoning_parser`.
-    logprobs: return log-probabilities of each generated token, and of this many most likely tokens at each position; -1
-        means all tokens. The setting `logprobs_mode` selects the distribution.
-    prompt_logprobs: like `logprobs`, but for each prompt token, and always from the model's own logits. Such a
-        request does not read the prefix cache.
+    logprobs: how many of the most likely tokens get a log-probability at each position, in addition to the generated
+        token; -1 means all tokens. The setting `logprobs_mode` selects the distribution that log-probabilities
+        describe.
+    prompt_logprobs: like `logprobs`, but for each prompt token, and always from the model's own logits. A request with
+        `prompt_logprobs` does not read the prefix cache.
 
-    Raises ValueError, or TypeError for a value of the wrong type. The error states the value and the bound. Limits that
-    depend on the model are checked when a request is made.
+    Raises ValueError, or TypeError for a value of the wrong type. The error states the value and what is allowed.
+    Limits that depend on the model are checked when a request is made.
     """
 
     temperature: float = checked(1.0, check_real, low=0)

@@ -1,7 +1,7 @@
 """Defines the inputs of a step: a flat int32 buffer with named views.
 
-The host fills the buffer, and copies it to the device as a whole. The device uses the same views. Device code never
-uses a `Sequence`.
+The host fills the buffer, and copies it to the device as a whole. Code for the device uses the same views, and never a
+`Sequence`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -73,10 +73,10 @@ def _view(dims: Callable[[BatchShape], Dims], chunks_only: bool = False) -> Any:
 class Batch(Generic[Array]):
     """The int32 arrays of a step, as NumPy arrays on the host and as tensors on the device.
 
-    Fields with `chunks_only` are None in steps that only decode. For decode rows, the host fills the fields from
-    `req_indices` to `new_window_blocks`. The device fills the fields from `input_ids` to `window_tables` (see
-    `place_decodes` and `place_windows`). `BatchShape.graph_shape` determines the shapes of the first views in the
-    buffer. CUDA graphs read only these views.
+    Fields that are declared with `chunks_only` are None in steps that only decode. For decode rows, the host fills the
+    fields from `req_indices` to `new_window_blocks`. The device fills the fields from `input_ids` to `window_tables`
+    (see `place_decodes` and `place_windows`). `BatchShape.graph_shape` determines the shapes of the first views in the
+    buffer. CUDA graphs read only these first views of the buffer.
     """
 
     shape: BatchShape
@@ -115,7 +115,7 @@ class Batch(Generic[Array]):
 
     @property
     def new_req_indices(self) -> Array:
-        """The last elements of `req_indices`, which belong to new requests."""
+        """The request indices of new requests, which are the last elements of `req_indices`."""
         end = self.shape.num_sampled_seqs
         return self.req_indices[end - self.shape.num_new_requests : end]
 
@@ -143,7 +143,9 @@ BATCH, BACKEND = "the batch itself", "the attention backend"  # owners of arrays
 
 @lru_cache(maxsize=1024)
 def _layout(shape: BatchShape) -> tuple[list[tuple[str, list[tuple[str, int, int, Dims]]]], int]:
-    """Return the views (name, begin, end, dimensions) of each owner, and the size of the buffer in words."""
+    """Return the views (name, begin, end, dimensions) of the batch, the backend and each feature, and the size of the
+    buffer in words.
+    """
     views_used = [view for view in VIEWS if shape.has_chunks or not view.metadata["chunks_only"]]
     batch_shapes = [(view.name, view.metadata["dims"](shape)) for view in views_used]
     layout, begin = [], 0
@@ -158,7 +160,9 @@ def _layout(shape: BatchShape) -> tuple[list[tuple[str, list[tuple[str, int, int
 def shape_of(
     step: ScheduledStep, block_size: int, backend_arrays: Mapping[str, np.ndarray], num_window_tables: int = 0
 ) -> BatchShape:
-    """Return the shape of a step without padding. Fields outside `graph_shape` keep their defaults."""
+    """Return the shape of a step without padding. The fields of BatchShape that are not in `graph_shape` keep their
+    defaults.
+    """
     k, chunk_lens = step.tokens_per_row, step.chunk_lens
     n = step.num_decodes * k
     longest_decode = max((end for _, _, end in step.decodes), default=0)
@@ -187,8 +191,8 @@ def prepare_batch(
 ) -> HostBatch:
     """Fill a step's batch, including the arrays of the backend and of features.
 
-    `host_buffer` returns memory for the batch. If `shape` is larger than the step, empty sequences pad the batch.
-    Padding stores no keys or values. Tokens that are sampled for padding are dropped. The backend's arrays are padded
+    `host_buffer` returns memory for the batch. If `shape` is larger than the step, empty sequences pad the batch. The
+    padding stores no keys or values. Tokens that are sampled for padding are dropped. The backend's arrays are padded
     with -1.
     """
     new = step.new_seqs

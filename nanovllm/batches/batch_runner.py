@@ -21,7 +21,7 @@ from nanovllm.utils.context import Context, attention_context
 
 
 class BatchRunner(ModelRunner):
-    """Replaces the plain ModelRunner in engines that need more: see `is_plain` in engine/runners.py.
+    """Replaces the plain ModelRunner in engines for which `is_plain` (engine/runners.py) returns False.
 
     Sampled tokens stay on the device in RequestTables, so the next step can be queued before the host knows the tokens.
 
@@ -75,7 +75,7 @@ class BatchRunner(ModelRunner):
         return np.empty(shape.size, np.int32)
 
     def launch(self, batch: HostBatch, step: ScheduledStep | None = None) -> PendingStep:
-        """Launch a prepared batch. On CUDA, the batch is only queued."""
+        """Launch a prepared batch. On CUDA, this method only queues the batch."""
         self.tp.check()
         with self.on_device():
             if batch.shape.num_block_copies:
@@ -89,8 +89,8 @@ class BatchRunner(ModelRunner):
     def compute(self, batch: HostBatch) -> tuple[torch.Tensor, ForwardOutput]:
         """Run a batch.
 
-        Return (results, output). The results are in host memory, and become valid when the step ends. The output is on
-        the device.
+        Return (results, output). `results` are in host memory, and become valid when the step ends. `output` is on the
+        device.
         """
         with self.few_threads(batch.shape.num_tokens):
             output = self.forward(batch.to(self.device))

@@ -1,7 +1,7 @@
 """Defines the device's tables of running requests, which each step reads and updates.
 
-If tokens are drafted, the host prepares a step before it knows how many tokens the previous step added. The device
-therefore computes the positions and slots of a step.
+If tokens are drafted, the host prepares a step before it knows how many tokens the previous step added. The positions
+and slots of a step are computed on the device, where the number of added tokens is known.
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +13,9 @@ from nanovllm.kernels import operation
 
 
 class RequestTables(NamedTuple):
-    """Int32 arrays, indexed by request. The last row is for padding. A row of zeros selects greedy sampling."""
+    """Holds int32 arrays with a row for each request index. The last row of each array is for padding. In `params`, a
+    row of zeros selects greedy sampling.
+    """
 
     last_token_ids: torch.Tensor  # [requests, K]: the last token, then drafts; -1: no draft
     num_tokens: torch.Tensor  # [requests], including the last token
@@ -44,7 +46,7 @@ class RequestTables(NamedTuple):
 def place_decodes(tables: RequestTables, batch: DeviceBatch, block_size: int) -> None:
     """Fill in the decode rows of a batch: token ids, positions, slots, lengths and block tables.
 
-    A sequence has one row or, with drafts, `tokens_per_row` rows. Padding has length 0 and slot -1.
+    A sequence has one row or, with drafts, `tokens_per_row` rows. Rows for padding have length 0 and slot -1.
     """
     k = batch.shape.tokens_per_row
     n = int(batch.num_decode_rows) if batch.shape.is_padded else batch.shape.num_decode_rows
@@ -74,8 +76,8 @@ def accept(
 ) -> torch.Tensor | None:
     """Make each sampled token the next input of its sequence, and increase the sequence's length.
 
-    `req_indices` is [S]. `positions` and `token_ids` are [S * k]. If tokens are drafted (k > 1), return an int32 tensor
-    [S]. It contains the number of tokens that each sequence gets: its accepted drafts plus 1.
+    `req_indices` is [S]. `positions` and `token_ids` are [S * k]. If tokens are drafted (k > 1), return the number of
+    tokens that each sequence gets (its accepted drafts plus 1) as an int32 tensor [S].
     """
     if len(token_ids) > len(req_indices):
         from nanovllm.spec_decode.rows import accept_drafts
@@ -90,6 +92,6 @@ def accept(
 def arrays(*tensors: torch.Tensor) -> list[Any]:
     """Return NumPy views of CPU tensors.
 
-    On a CPU, NumPy's operators are much faster than PyTorch's, and have the same results.
+    On a CPU, NumPy's operators are much faster than PyTorch's, and compute the same results.
     """
     return [x.numpy() if x.is_cpu else x for x in tensors]

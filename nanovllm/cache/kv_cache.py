@@ -1,4 +1,4 @@
-"""The KV cache of a layer. It stores keys and values in blocks of tokens."""
+"""The KV cache of a layer, which stores keys and values in blocks of tokens."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -15,8 +15,9 @@ SPAN_SIZE = 16  # tokens that `gather` copies as one row; every `kvcache_block_s
 class AttentionSpec:
     """Describes what an attention layer stores and computes. Backends and kernels read the description as `cache.spec`.
 
-    The layer stores a key and a value per token and head, in blocks. cache/state.py explains specs, and lists the other
-    specs. Specs that differ only in their sinks compare equal, because layers with such specs store the same data.
+    The layer stores a key and a value per token and head, in blocks. The module cache/state.py explains specs, and
+    lists the other specs. Specs that differ only in their sinks compare equal, because layers with such specs store the
+    same data.
     """
 
     num_kv_heads: int = 0
@@ -79,7 +80,7 @@ class KVCache:
 
 
 def gather_spans(cache: torch.Tensor, spans: torch.Tensor) -> torch.Tensor:
-    """Return the tokens of `spans` [B, L / SPAN_SIZE] as a tensor [B, L, kv_heads, head_dim].
+    """Return the keys or values of the tokens in `spans` [B, L / SPAN_SIZE] as a tensor [B, L, kv_heads, head_dim].
 
     On a CPU, the result for a single sequence with adjacent spans is a view, not a copy.
     """

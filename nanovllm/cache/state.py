@@ -44,7 +44,7 @@ class State:
 
     The state of a running sequence is in the row of its request index. For the i-th sequence of a step, a layer reads
     the initial state from row `Context.state_rows[0, i]`, which may be a snapshot or zeros. The layer writes the final
-    state to row `Context.state_rows[1, i]`. Padding has a separate row.
+    state to row `Context.state_rows[1, i]`. Padding uses a separate row of each tensor.
 
     `kept_drafts` is None without `speculative_config`.
     """
@@ -82,12 +82,13 @@ class StateSpec(NamedTuple):
 
 
 def fit_states(runner: "ModelRunner") -> None:
-    """Set `Config.num_states`, and lower `Config.max_num_seqs` if needed. The runner's model must be loaded.
+    """Set `Config.num_states`, and lower `Config.max_num_seqs` if needed. The runner's model must be loaded before
+    `fit_states` is called.
 
     Each of `max_num_seqs` sequences needs a state and, with the prefix cache, a second state for a snapshot. By
     default, states take at most half of the cache's memory. If `num_kvcache_blocks` is set, states take as much memory
-    as they need. If not all states fit, `max_num_seqs` is lowered. If there is a prefix cache, sequences then get at
-    most three quarters of the states that fit.
+    as they need. If not all states fit, `max_num_seqs` is lowered. With a prefix cache, at most three quarters of the
+    states that fit are for sequences, and the others are for snapshots.
     """
     config, has_snapshots = runner.config, runner.config.enable_prefix_caching
     num_seqs, num_states = config.max_num_seqs, config.max_num_seqs * (1 + has_snapshots)

@@ -1,9 +1,10 @@
 """Separate block tables for layers with a window, so that blocks before the window can be freed.
 
 If only some layers have a window, the layers are divided among several block tables. Table 0 contains the layers
-without a window. A block stores the keys and values of one table's layers, so any table can use any block. Layers with
-a window may store more or fewer bytes per token than layers without a window. A block can therefore store several
-layers of the smaller kind in place of one layer of the larger kind. The code in engine/window_blocks.py frees blocks.
+without a window. A block has space for the keys and values of one table's layers, so each table can use any block.
+Layers with a window may store more or fewer bytes per token than layers without a window. In place of one layer with
+more bytes per token, a block can store several layers with fewer bytes per token. The code in engine/window_blocks.py
+frees blocks before the window.
 """
 
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ Shape = tuple[int, int]  # kv_heads, head_dim
 class TableView(NamedTuple):
     """Maps the block ids of a table to the block ids of a layer's cache.
 
-    The layer's cache divides each block of the table into `factor` blocks. The layer uses one of the smaller blocks:
+    The layer's cache divides each block of the table into `factor` blocks. The layer uses one of these `factor` blocks:
     block `id` of the table is block `factor * id + offset` of the layer's cache.
     """
 
@@ -37,14 +38,16 @@ class TableView(NamedTuple):
 class DividedSpec(AttentionSpec):
     """The spec of layers that are divided among block tables. Layers of different tables share memory.
 
-    `num_kv_heads` and `head_dim` have the values of the layers that store more bytes.
+    `num_kv_heads` and `head_dim` are those of the layers that store the most bytes per token.
     """
 
     layers_per_block: int = 0  # for layers of this shape
     shapes: tuple[Shape, ...] = ()  # of all layers
 
     def tensors(self, num_layers: int, num_blocks: int, config: "Config") -> tuple[torch.Tensor, ...]:
-        """Return the tensors. Layers of all shapes share the first tensor. Scales are separate for each shape."""
+        """Return the tensors. Layers of all shapes share the first tensor. Scales have a separate tensor for each
+        shape.
+        """
         dims = 2, min(num_layers, self.layers_per_block), num_blocks, config.kvcache_block_size
         sizes = {(self.num_kv_heads * self.head_dim // head_dim, head_dim) for _, head_dim in self.shapes}
         found = [cache_type(config.kv_cache_dtype).tensors((*dims, *size), config.dtype) for size in sorted(sizes)]
@@ -52,12 +55,12 @@ class DividedSpec(AttentionSpec):
 
 
 def divide_layers(runner: "ModelRunner") -> None:
-    """Give separate tables to layers with a window, if this reduces the memory of the longest sequence.
+    """Give separate tables to layers with a window, if this reduces the memory that the longest sequence needs.
 
-    All layers with a window must store keys and values of one shape. All other layers must also share one shape. The
-    larger shape must be a multiple of the smaller shape. The runner's model must be loaded. Sets
-    `Config.num_window_tables`, `Config.cache_window`, `Config.table_views` and each layer's `table`. Merges the
-    runner's `cache_groups`.
+    All layers with a window must store keys and values of one shape. All layers without a window must share one shape,
+    too. The larger shape must be a multiple of the smaller shape. The runner's model must be loaded before
+    `divide_layers` is called. Sets `Config.num_window_tables`, `Config.cache_window`, `Config.table_views` and each
+    layer's `table`. Merges the runner's `cache_groups`.
     """
     config, groups = runner.config, runner.cache_groups
     windows = {spec: layers for spec, layers in groups.items() if getattr(spec, "window", None) is not None}
@@ -98,10 +101,10 @@ def cache_shape(spec: AttentionSpec) -> Shape:
 
 
 def view_tables(views: tuple[TableView, ...], columns: Any, block_table: Any) -> np.ndarray:
-    """Return an array [views, W]: for each view, the block ids that its layers use.
+    """Return an array [views, W] of the block ids that the layers of each TableView use.
 
-    Each element of `columns` contains a column's block ids in all window tables. `columns` may be shorter than
-    `block_table` [W].
+    Each element of `columns` contains the block ids of one column, one id for each window table. `columns` may be
+    shorter than `block_table` [W].
     """
     ids = np.zeros((len(views), len(block_table)), np.int32)
     for row, (table, factor, offset) in zip(ids, views):

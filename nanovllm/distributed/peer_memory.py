@@ -43,11 +43,11 @@ class PeerMemory:
     """Memory for the kernels in peers.py, with the same layout on all ranks: flags, keys, and two buffers for sums.
 
     One kernel writes the rank's summands to a buffer. The next kernel waits for the other ranks and reads all summands.
-    The two buffers alternate within a forward pass, so a fast rank never overwrites what another rank still reads.
-    Before a rank writes to buffer A again, it passes the barrier of buffer B. The other ranks reach the barrier of
-    buffer B only after they have read buffer A. Every forward pass ends with an exchange of keys (`all_reduce_max`),
-    which has a separate buffer and barrier. After this exchange, no rank reads a sum any more, so every forward pass
-    can begin with the first buffer for sums.
+    The two buffers alternate within a forward pass, so a fast rank never overwrites summands that another rank still
+    reads. Before a rank writes to buffer A again, it passes the barrier of buffer B. The other ranks reach the barrier
+    of buffer B only after they have read buffer A. Every forward pass ends with an exchange of keys (`all_reduce_max`),
+    which has a separate buffer and barrier. After the exchange of keys, no rank reads a sum any more, so every forward
+    pass can begin with the first buffer for sums.
 
     The memory is shared through CUDA IPC handles, without NVLink multicast.
     """
@@ -96,7 +96,7 @@ class PeerMemory:
         self.aborted.fill_(1)
 
     def close(self) -> None:
-        """Free the memory. The caller must make sure that no queued work will read it."""
+        """Free the memory. The caller must make sure that no queued work will read this memory."""
         with torch.cuda.device(self.device):
             for rank, pointer in enumerate(self._pointers):
                 name = "cuMemFree_v2" if rank == self.rank else "cuIpcCloseMemHandle"
@@ -131,7 +131,8 @@ class PeerTensorParallel(Ranks):
     ) -> torch.Tensor:
         """Return the concatenated results of `compute` on all ranks: [num_rows, ranks * width].
 
-        If sampling `params` are given, a row without filters (such as top-p) may lack the columns of other ranks.
+        If `params` (sampling parameters) are given, rows without filters such as top-p may lack the columns of other
+        ranks.
         """
         y = self.sum(compute, num_rows, width, dtype)
         return ops.gather_columns(y.parts[0], y.barrier, params)

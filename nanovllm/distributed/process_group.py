@@ -20,8 +20,8 @@ from nanovllm.utils.tensor_parallel import STEP_TIMEOUT
 def connect(rank: int, size: int, folder: Path, device: torch.device, max_sum_bytes: int) -> Ranks:
     """Connect to the other ranks through a file in `folder`. Return when all ranks have connected.
 
-    No port and no default process group are used. `max_sum_bytes` is the size of the largest sum of a forward pass.
-    GPUs use PeerMemory if they can read each other's memory, otherwise NCCL. CPUs use gloo.
+    No port and no default process group are used. `max_sum_bytes` is the size in bytes of the largest sum of a forward
+    pass. GPUs use PeerMemory if they can read each other's memory, and NCCL if they can't. CPUs use gloo.
     """
     store = dist.FileStore(str(folder / "store"), size)
     tp: Ranks

@@ -8,7 +8,7 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 
 
 class Ranks(TensorParallel):
-    """One of several ranks. An instance of this base class represents a rank that is not connected yet."""
+    """One of several ranks. An instance of the base class itself represents a rank that is not connected yet."""
 
     folder: Path | None = None  # a folder whose files the ranks' communication still needs
 

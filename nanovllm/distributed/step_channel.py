@@ -21,15 +21,15 @@ HEADER = 512  # words for the size of the pickled shape in bytes, followed by th
 class StepChannel:
     """Rank 0's end of the channel.
 
-    A buffer is an int32 array: a batch's pickled shape, then the batch. Each reader has two semaphores. `free` is the
-    number of buffers that this reader has read, and `filled` is the number of buffers that it has not read yet. Because
-    of the semaphores, no buffer is overwritten too early, and readers sleep while there is nothing to read. Rank 0 can
-    always increment a semaphore, even if a reader was killed. Child processes inherit the memory (an unnamed file) and
-    the semaphores (eventfds), so no named object can outlive the processes.
+    A buffer is an int32 array that contains the pickled shape of a batch, followed by the batch. Each reader has two
+    semaphores. `free` counts the buffers that the reader has finished reading, and `filled` counts the buffers that the
+    reader must still read. Because of the semaphores, no buffer is overwritten too early, and readers sleep while there
+    is nothing to read. Rank 0 can always increment a semaphore, even if a reader was killed. Child processes inherit
+    the memory (an unnamed file) and the semaphores (eventfds), so no named object can outlive the processes.
     """
 
     def __init__(self, capacity: int, num_readers: int):
-        """`capacity` is the largest batch's size in words. Raises OSError if /dev/shm is too small."""
+        """`capacity` is the size of the largest batch in int32 words. Raises OSError if /dev/shm is too small."""
         self._free: list[int] = []
         self._filled: list[int] = []
         self._file = tempfile.TemporaryFile(dir="/dev/shm", buffering=0)
@@ -47,7 +47,8 @@ class StepChannel:
     def send(self, shape: Any, words: np.ndarray, timeout: float) -> None:
         """Send a batch's BatchShape and words. In other messages, `shape` is any object that can be pickled.
 
-        Raises RuntimeError if a reader frees no buffer for `timeout` seconds. In that case, no reader gets the message.
+        Raises RuntimeError if a reader frees no buffer for `timeout` seconds. If an error is raised, no reader gets the
+        message.
         """
         for rank, free in enumerate(self._free, 1):
             poll = select.poll()
@@ -64,7 +65,7 @@ class StepChannel:
             os.eventfd_write(filled, 1)
 
     def release(self) -> None:
-        """End the wait of `send`, because the readers are gone."""
+        """Let `send` stop waiting, because the readers are gone."""
         for free in self._free:
             os.eventfd_write(free, NUM_BUFFERS)
 
@@ -82,7 +83,7 @@ class StepReader:
 
     @contextmanager
     def receive(self) -> Iterator[tuple[Any, np.ndarray]]:
-        """Yield the next message as (shape, all words up to the end of the buffer), and then free the buffer."""
+        """Yield the next message as a pair (shape, all words up to the end of the buffer). Then free the buffer."""
         os.eventfd_read(self._filled)
         buffer = next(self._buffers)
         shape = pickle.loads(buffer.view(np.uint8)[4 : 4 + buffer[0]])

@@ -49,12 +49,12 @@ BOOTSTRAP = (
 class Workers:
     """Rank 0's view of the other ranks, in the caller's process.
 
-    A supervisor thread starts, watches and ends the processes. An interrupt in the caller's thread therefore can't
-    leave this work half done. If a rank ends, reports an error or does not start in time, the supervisor kills all
-    ranks. The supervisor also stores the reason in `failure`, and makes rank 0's device stop waiting. If the caller is
-    killed, the ranks end by themselves.
+    A supervisor thread starts, watches and ends the processes, so an interrupt in the caller's thread can't leave this
+    work half done. If a rank ends, reports an error or does not start in time, the supervisor kills all ranks. The
+    supervisor also stores the reason in `failure`, and makes rank 0's device stop waiting. If the caller is killed, the
+    ranks end by themselves.
 
-    The processes are plain subprocesses. With `multiprocessing`, each process would import the caller's script. Also, a
+    The processes are plain subprocesses. With `multiprocessing`, each process would import the caller's script, and a
     forked child of the caller would end the ranks' processes when the child exits.
     """
 
@@ -119,7 +119,7 @@ class Workers:
         return runner.launch(batch, step)
 
     def send(self, message: Any, words: np.ndarray) -> None:
-        """Send a message and up to `largest_batch` words to all other ranks, which call `message.receive`."""
+        """Send a message and up to `largest_batch` words to all other ranks. Each rank calls `message.receive`."""
         self.check()
         self._channel.send(message, words, STEP_TIMEOUT)
 
@@ -227,8 +227,8 @@ class Workers:
     def exit(self) -> None:
         """End the processes and clean up. In a forked child, do nothing.
 
-        Any thread may call this method at any time. A `launch` in another thread raises RuntimeError. An interrupt that
-        arrives during `exit` is raised when `exit` ends.
+        Any thread may call this method at any time. A call of `launch` that runs in another thread raises RuntimeError.
+        An interrupt that arrives during `exit` is raised when `exit` ends.
         """
         if self.supervisor is None or os.getpid() != self._caller_pid:
             return
@@ -256,7 +256,7 @@ def _without_policy(config: Config) -> Config:
 
 
 def _receive(sock: socket.socket) -> bytes:
-    """Return a message from a rank, or b"" if its process has ended."""
+    """Return a message from a rank, or b"" if the rank's process has ended."""
     try:
         return sock.recv(MAX_MESSAGE_BYTES)
     except ConnectionError:
@@ -270,7 +270,7 @@ def _describe_end(rank: int, code: int) -> str:
 
 
 def connect(rank: int, config: Config, folder: Path) -> Ranks:
-    """Connect a rank to the other ranks through files in `folder`, and return when all are connected."""
+    """Connect a rank to the other ranks through files in `folder`, and return when all ranks are connected."""
     model, size = config.model_config, config.tensor_parallel_size
     sums = max(config.max_num_batched_tokens, config.max_num_seqs) * model.hidden_size
     logits = max(config.max_num_seqs * config.tokens_per_row, MAX_TOP_ROWS) * model.vocab_size // size

@@ -1,4 +1,4 @@
-"""The order of waiting sequences, pauses of their admission, and how many prompt tokens a step computes."""
+"""Orders waiting sequences, pauses their admission, and limits the number of prompt tokens in a step."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ MAX_STEPS_WITHOUT_ADMISSION = 32
 
 
 class WaitingQueue:
-    """The waiting sequences in ascending `order`. The first sequence is admitted next."""
+    """Keeps the waiting sequences, sorted by `order` (ascending). The first sequence is admitted next."""
 
     def __init__(self) -> None:
         self._seqs: list[Sequence] = []
@@ -31,7 +31,7 @@ class WaitingQueue:
         insort(self._seqs, seq, key=attrgetter("order"))
 
     def next_ready(self) -> Sequence | None:
-        """Return the sequence to be admitted next, or None. A subclass first loads what the sequence needs."""
+        """Return the sequence to be admitted next, or None. A subclass may first load data that the sequence needs."""
         return self._seqs[0] if self._seqs else None
 
     def __getitem__(self, index: int) -> Sequence:
@@ -46,9 +46,9 @@ class WaitingQueue:
 class AdmissionPause:
     """Admits sequences in groups once the engine is full.
 
-    If each ended sequence were replaced immediately, most steps would be mixed. Mixed steps delay the running
-    sequences. When a sequence does not fit, admission therefore pauses. Admission resumes when a sixteenth of the
-    running sequences have ended, or after MAX_STEPS_WITHOUT_ADMISSION steps.
+    If each ended sequence were replaced immediately, most steps would compute prompts too, and would delay the running
+    sequences. Admission pauses when a sequence does not fit. Admission resumes when a sixteenth of the running
+    sequences have ended, or after MAX_STEPS_WITHOUT_ADMISSION steps.
     """
 
     def __init__(self) -> None:
@@ -71,15 +71,15 @@ class AdmissionPause:
         self._max_running, self._num_steps = max(0, num_running - max(1, num_running // 16)), 0
 
     def resume(self) -> None:
-        """Resume admission, because a sequence was admitted or none waits."""
+        """Resume admission, because a sequence was admitted or no sequence waits."""
         self._max_running, self._num_steps = None, 0
 
 
 class TokenBudget(NamedTuple):
-    """The limit of a step: `num_tokens` prompt tokens, or fewer tokens if their context is long.
+    """Limits a step to `num_tokens` prompt tokens, or to fewer tokens if their context is long.
 
-    A token is counted twice if it follows a context of `context_of_equal_cost` tokens, because attention then costs as
-    much as all other work for the token.
+    After a context of `context_of_equal_cost` tokens, a token counts as two, because its attention costs as much as all
+    other work for the token.
     """
 
     num_tokens: float
@@ -89,14 +89,14 @@ class TokenBudget(NamedTuple):
         """Return the budget for the prompts of a step that decodes `num_decodes` tokens.
 
         `num_left` is the number of waiting prompt tokens. Short steps keep inter-token latency low, and long steps
-        shorten the queue. A step therefore has `num_left / 4` tokens, but not fewer than `num_tokens / 2` and not more
-        than `num_tokens`. Prompts always get at least `num_tokens / 4`.
+        shorten the queue. As a compromise, a step has `num_left / 4` tokens in total, but at least `num_tokens / 2` and
+        at most `num_tokens`. Prompts always get at least `num_tokens / 4` of the step's tokens.
         """
         num_tokens = min(self.num_tokens, max(self.num_tokens // 2, num_left // 4))
         return self._replace(num_tokens=max(1, num_tokens - num_decodes, self.num_tokens // 4))
 
     def cost(self, start: int, end: int) -> float:
-        """Return the cost of the tokens `start:end` of a sequence, to be compared with `num_tokens`."""
+        """Return the cost of the tokens `start:end` of a sequence, in the unit of `num_tokens`."""
         return (end - start) * (1 + (start + end) / 2 / self.context_of_equal_cost)
 
     def minus(self, start: int, end: int) -> "TokenBudget":

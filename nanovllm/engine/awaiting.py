@@ -1,6 +1,6 @@
-"""Holds sequences while another thread does a feature's work, such as computing a mask for structured outputs.
+"""Holds sequences while another thread works for a feature, for example on a mask for structured outputs.
 
-These functions extend the Scheduler. A held sequence is paused, and may be preempted.
+The functions in this module extend the Scheduler. A held sequence is paused, and may be preempted.
 """
 
 from concurrent.futures import FIRST_COMPLETED, wait
@@ -17,7 +17,7 @@ MAX_WAIT_SECONDS = 0.02  # short, because callers' commands wait meanwhile
 def hold(scheduler: "Scheduler", seq: Sequence) -> None:
     """Hold a sequence after its last step. The sequence may be running or waiting.
 
-    `release` ends the hold when the `awaited` Future is done.
+    `resume_done` ends the hold when the Future in `seq.awaited` is done.
     """
     seq.is_paused, scheduler.held[seq] = True, None
     scheduler.waiting.discard(seq)  # if it was preempted while the step was in flight
@@ -41,7 +41,7 @@ def resume_done(scheduler: "Scheduler") -> list[Sequence]:
 
 
 def outcome(future: Any) -> tuple[str, int | str | None] | None:
-    """Return the reasons to end the sequence that awaits `future`, or None if the sequence continues.
+    """Return (finish reason, stop reason) if the sequence that awaits `future` must end, or None if it continues.
 
     An error in `future` ends only this sequence.
     """

@@ -12,7 +12,7 @@ from nanovllm.engine.sequence import Sequence, packed_ids
 class Block:
     """A block of the paged KV cache.
 
-    A block with a hash is in the prefix cache. A lookup in this cache compares hashes and token ids.
+    A block with a hash is in the prefix cache. A lookup in the prefix cache compares hashes and token ids.
     """
 
     __slots__ = ("block_id", "hash", "ref_count", "token_ids")
@@ -52,7 +52,7 @@ class BlockManager:
         self.copies: dict[int, int] = {}  # target block id -> source block id, to be copied before the next step
 
     def req_indices(self, max_num_seqs: int):
-        """Return the Scheduler's initial `free_req_indices`."""
+        """Return the request indices that are free at the start, for `Scheduler.free_req_indices`."""
         return [*reversed(range(max_num_seqs))]
 
     @staticmethod
@@ -66,7 +66,9 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """The number of free blocks or, if a sequence grows by several at once, how many sequences can grow."""
+        """The number of sequences that the free blocks can extend. In a subclass, extending a sequence may take several
+        blocks.
+        """
         return len(self.free_block_ids)
 
     @property
@@ -75,22 +77,24 @@ class BlockManager:
         return sum(self.blocks[i].ref_count == 0 for i in [*self.hash_to_block_id.values()])
 
     def groups(self) -> list[dict]:
-        """Return statistics of the groups of layers with separate block tables, or [] if there is a single group."""
+        """Return statistics for each group of layers with a separate block table, or [] if there is only one group."""
         return []
 
     def tiers(self) -> dict[str, int]:
-        """Return the counts of the prefix cache's tiers. If the device is the only tier, the dict is empty."""
+        """Return counts for the tiers of the prefix cache: device, host memory and files. If the device is the only
+        tier, return an empty dict.
+        """
         return {}
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def num_blocks_needed(self, seq: Sequence) -> int:
-        """Return how many blocks all tokens of `seq` and its next token, if any, need."""
+        """Return how many blocks `seq` needs for all of its tokens and for the next token, if there will be one."""
         return self.num_blocks_for(min(seq.num_tokens + 1, seq.max_num_tokens))
 
     def can_allocate(self, seq: Sequence, num_spare: int = 0) -> bool:
-        """Return whether `seq` and its next token, if any, fit, with `num_spare` blocks left free."""
+        """Return whether the blocks that `seq` needs can be allocated, with `num_spare` other blocks left free."""
         num_shared = sum(self.blocks[block_id].ref_count > 0 for block_id in self._cached_prefix(seq))
         return self.num_blocks_needed(seq) - num_shared + num_spare <= len(self.free_block_ids)
 
@@ -129,7 +133,7 @@ class BlockManager:
         return len(seq.block_table) * self.block_size < num_tokens
 
     def prepare_decodes(self, rows: list[ScheduledSequence]) -> list[int]:
-        """Prepare to extend `rows` by blocks. Return the indices of the rows that need another block."""
+        """Return the indices of the rows that need another block. In a subclass, this method may also free blocks."""
         return [i for i, (seq, _, end) in enumerate(rows) if self.needs_block(seq, end)]
 
     def can_append(self, seq: Sequence) -> bool:
@@ -173,12 +177,12 @@ class BlockManager:
     def reserve_chunk(self, seq: Sequence, end: int) -> int:
         """Reserve what a chunk needs in addition to the blocks from `allocate`. Return the end of the chunk.
 
-        The end is less than `end` only if layers keep a state or have a window.
+        The returned end is less than `end` only if layers keep a state or have a window.
         """
         return end
 
     def state_row(self, seq: Sequence) -> int:
-        """Return the row that stores the initial state of the next chunk. Only a layer that keeps a state reads it."""
+        """Return the row with the initial state of the next chunk. Only layers that keep a state read this row."""
         return seq.req_index
 
     def deallocate(self, seq: Sequence) -> None:
@@ -203,7 +207,7 @@ class BlockManager:
             block.hash = -1
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
-        """Return the ids of the cached blocks with which `seq` begins.
+        """Return the ids of the cached blocks that contain the first tokens of `seq`.
 
         The block of the last token is never included, so that at least one token remains to be computed.
         """

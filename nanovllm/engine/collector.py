@@ -1,4 +1,4 @@
-"""The way of outputs from the engine's thread to a caller's thread."""
+"""Passes outputs from the engine's thread to a caller's thread."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -23,7 +23,8 @@ class StepOutput:
     new_tokens: (request id, token id) for every new token, in the order of arrival. Only callers that use `step` get
         `new_tokens`.
     events: a `stream_event.StreamEvent` for each new piece of an answer, if the caller uses `stream`.
-    num_prefill_tokens, num_decode_tokens: how many tokens these steps computed, for all callers together.
+    num_prefill_tokens, num_decode_tokens: how many prompt tokens and decoded tokens the steps computed, for all callers
+        together.
     """
 
     finished: list[RequestOutput] = field(default_factory=list)
@@ -60,7 +61,7 @@ class OutputCollector:
     def __init__(self, kind: OutputKind, max_steps_ahead: float = inf, max_seconds: float = inf):
         """
         max_steps_ahead: while the outputs of this many steps are unread, the engine runs no step for this caller.
-        max_seconds: while there are no outputs, the caller gets token counts at this interval.
+        max_seconds: the interval in seconds at which the caller gets token counts while there are no outputs.
         """
         self.kind = kind
         self.max_steps_ahead = max_steps_ahead
@@ -113,7 +114,7 @@ class OutputCollector:
     # -- for the caller's thread ---------------------------------------------------------------------------------------
 
     def take(self) -> StepOutput:
-        """Wait for outputs, and return all new ones. Outputs that precede an error are returned first."""
+        """Wait for new outputs, and return all of them. Outputs that precede an error are returned first."""
         taken = StepOutput()
         self.take_into(taken, wait=True)
         if self.error is not None and not taken.has_outputs:
@@ -122,7 +123,9 @@ class OutputCollector:
         return taken
 
     def take_into(self, taken: StepOutput, wait: bool = False) -> None:
-        """Move outputs into `taken` until none is left or an error follows. Store the error in `self.error`."""
+        """Move outputs into `taken` until no output is left or the next item is an error. Store the error in
+        `self.error`.
+        """
         with suppress(Empty):
             while self.error is None:
                 output = self._outputs.get(wait)

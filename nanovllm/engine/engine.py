@@ -29,7 +29,7 @@ class Engine:
     adapters: Any = None  # an AdapterRegistry of lora/, with `enable_lora`
 
     def __init__(self, config: Config, workers: Any):
-        """Store `workers`, the other ranks. build.py sets the model runner, scheduler and output processor."""
+        """Store `workers`, the other ranks. `build.py` sets the model runner, scheduler and output processor."""
         self.config, self.workers = config, workers
         # viewers' hooks, called after each step; an error in a hook fails the step
         self.on_step: list[Callable[[ScheduledStep, StepResult], None]] = []

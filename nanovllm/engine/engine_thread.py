@@ -25,8 +25,8 @@ class EngineThread:
     is queued as a command, which this thread executes between steps. As long as a collector needs steps, this thread
     runs steps. Otherwise, it sleeps.
 
-    Signal handlers and finalizers may call `submit`, `abort`, `discard` and `exit` at any moment. These calls can't
-    deadlock, because the interrupted code never holds a lock of the queues.
+    Signal handlers and finalizers may call `submit`, `abort`, `discard` and `exit` at any moment. Calls in signal
+    handlers and finalizers can't deadlock, because the interrupted code never holds a lock of the queues.
     """
 
     def __init__(self, engine: Engine):
@@ -71,7 +71,9 @@ class EngineThread:
         return self._is_closing or not (collector in self.queued() or collector.live or collector.is_ready)
 
     def queued(self) -> list[Any]:
-        """Return the waiter of each queued command. For submitted requests, the waiter is the collector."""
+        """Return the object that waits for each queued command. For a command that submits requests, the waiting object
+        is the collector.
+        """
         return [waiter for _, waiter in [*self._commands]]
 
     def take(self, collector: OutputCollector) -> StepOutput:
@@ -98,7 +100,9 @@ class EngineThread:
         return value
 
     def watch(self, collector: OutputCollector) -> None:
-        """Make `collector` fail when a rank is lost, even if there are no requests. Keep only a weak reference."""
+        """Make `collector` fail when a rank is lost, even if there are no requests. Keep only a weak reference to
+        `collector`.
+        """
         self._watchers = [watcher for watcher in self._watchers if watcher() is not None] + [ref(collector)]
         self._post(self.engine.check_open, collector)  # a rank may be lost already
 
@@ -125,9 +129,9 @@ class EngineThread:
     def exit(self) -> None:
         """Drop all requests, free the device's memory, and end the thread. Waiting callers get a RuntimeError.
 
-        A finalizer may call this method in the engine thread or in the ranks' supervisor thread. In these threads, the
-        method returns immediately, and the engine thread ends after its current step. In a forked child, the method
-        does nothing.
+        A finalizer may call `exit` in the engine thread or in the ranks' supervisor thread. In the engine thread and
+        the supervisor thread, `exit` returns immediately, and the engine thread ends after its current step. In a
+        forked child process, `exit` does nothing.
         """
         if os.getpid() != self._pid:
             return
@@ -147,7 +151,9 @@ class EngineThread:
             raise UnavailableError(reasons[0])
 
     def _tell_watchers(self) -> None:
-        """Report a failed rank to the watching collectors. If no collector watches, the next caller gets the error."""
+        """Report a failed rank to the collectors that `watch` has stored. If no collector is stored, the next caller
+        gets the error.
+        """
         for watcher in self._watchers:
             if (collector := watcher()) is not None:
                 self._post(self.engine.check_open, collector)

@@ -1,7 +1,8 @@
-"""The interface of features. Only some requests use features. Each feature is a class in a separate file.
+"""The interface of features, such as stop strings, which only some requests use. Each feature is a class in a separate
+file.
 
 The table FEATURES lists all features. A feature is imported when a request first asks for it. On CUDA, startup imports
-all features, because CUDA graphs contain their logit edits.
+all features, because CUDA graphs contain the features' logit edits.
 """
 
 from collections.abc import Mapping
@@ -24,10 +25,10 @@ Ends = dict[Sequence, tuple[str, int | str | None]]  # finish reason and stop re
 
 
 class StepFeature:
-    """The hooks of a feature. In this base class, most hooks do nothing.
+    """Defines the hooks of a feature. Most hooks of this base class do nothing.
 
-    The class methods handle sequences, and run on rank 0, except `max_words`. The other methods run on every rank, and
-    handle batches on the device.
+    The class methods, except `max_words`, handle sequences and run on rank 0. The instance methods handle batches on
+    the device, and run on every rank.
     """
 
     fields: tuple[str, ...] = ()  # numeric parameters of a registered feature; 0 means not asked for
@@ -40,10 +41,11 @@ class StepFeature:
         Raise ValueError or TypeError to reject the request. The feature's state for a sequence is
         `seq.feature_state[name]`, initially None. The feature may set these attributes of a sequence:
 
-        columns: values for the device, by column name. This base method sets the columns that `fields` names.
-        is_watched: `after_step` sees each token.
-        waits_for_token: no token is decoded before `after_step` has seen the previous token.
-        skips_prefix_hits: the prompt is computed without reading the prefix cache.
+        columns: a dict that maps column names to values for the device. The base class sets the columns listed in
+            `fields`.
+        is_watched: if True, `after_step` sees each token of the sequence.
+        waits_for_token: if True, no token is decoded before `after_step` has seen the previous token.
+        skips_prefix_hits: if True, the prompt is computed without reading the prefix cache.
         token_mask: a `TokenMask` (features/logit_edits.py), which restricts the next token.
         """
         for seq in request.group:
@@ -53,9 +55,9 @@ class StepFeature:
     def prepare(cls, step: ScheduledStep) -> Arrays | None:
         """Return a dict of int32 arrays for a step, or None if the feature needs no arrays.
 
-        A value may also be a list of arrays of equal length. A rank creates its instance of a feature when the
-        feature's first arrays arrive. If a feature edits logits, it must therefore return a dict (possibly empty) for
-        each step with new sequences.
+        A value of the dict may also be a list of arrays of equal length. A rank creates its instance of a feature when
+        the feature's first arrays arrive. A feature that edits logits must return a dict (possibly empty) for each step
+        with new sequences.
         """
         return {} if step.new_seqs and cls.edit_logits is not StepFeature.edit_logits else None
 
@@ -73,8 +75,8 @@ class StepFeature:
     def edit_logits(self, logits: Any, rows: Any) -> None:
         """Edit logits [S, vocabulary] in place. `rows` is a `layers.sampler.SamplingRows`.
 
-        CUDA graphs contain this method, so it must not wait for the device. The method also runs when no request needs
-        it.
+        CUDA graphs contain this method, so the method must not wait for the device. `edit_logits` also runs when no
+        request needs the feature.
         """
 
     def after_forward(self, arrays: Arrays, output: Any) -> Any:
@@ -86,7 +88,7 @@ class StepFeature:
 
     @classmethod
     def after_step(cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: Any) -> None:
-        """Inspect the new tokens, and add the sequences that must end to `ends`.
+        """Inspect the new tokens, and store in `ends` the sequences that must end.
 
         `arrived` maps the index of each new token in `StepResult.token_ids` to the token's sequence. `arrived` leaves
         out sequences that are not watched or have already ended. The new token is also the last element of
@@ -94,8 +96,8 @@ class StepFeature:
         None (see `after_forward`).
 
         If a feature's work takes long, the feature does it in another thread, and stores the work's Future in
-        `seq.awaited`. The Future's result is a value of `Ends`, or None if the sequence continues. A sequence with
-        `awaited` must also have `waits_for_token`, and is held until the Future is done.
+        `seq.awaited`. The Future's result is a pair (finish reason, stop reason), or None if the sequence continues. A
+        sequence with `awaited` must also have `waits_for_token`, and is held until the Future is done.
         """
 
     @classmethod

@@ -1,6 +1,7 @@
 """Functions that fork sequences, for several answers to one prompt (`n` > 1) and for beam search.
 
-These functions extend the Scheduler, but most requests do not need them. Beams pause after each token.
+The functions in this module extend the Scheduler, but most requests do not need them. The sequences of a beam search
+(beams) pause after each token.
 """
 
 from copy import copy, deepcopy
@@ -14,17 +15,17 @@ if TYPE_CHECKING:
 
 
 def num_later_answers(scheduler: "Scheduler", seq: Sequence) -> int:
-    """Return how many answers start later than `seq`, but must fit when `seq` is admitted.
+    """Return how many later answers must fit, besides `seq`, when `seq` is admitted.
 
-    These are the other answers of a new group. If nothing runs, the first answer is admitted even if the others do not
-    fit.
+    For the first answer of a new group, return the number of the group's other answers. If nothing runs, return 0, so
+    that the first answer is admitted even if the other answers do not fit.
     """
     is_new_group = seq is seq.group[0] and not seq.has_sampled
     return len(seq.group) - 1 if is_new_group and scheduler.num_running else 0
 
 
 def start_others(scheduler: "Scheduler", seq: Sequence, step: ScheduledStep) -> None:
-    """Start the prompt's other answers, as many as fit. Sample their first tokens from the row of `seq`."""
+    """Start as many of the prompt's other answers as fit, and sample their first tokens from the row of `seq`."""
     if seq.num_completion_tokens:
         return  # the row computes tokens again after a preemption, and samples a later token
     num_spare = len(scheduler.running) - 1  # a block for each other sequence, as in `Scheduler._admit`

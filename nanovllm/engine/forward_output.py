@@ -1,4 +1,4 @@
-"""A step's output on the device, and its transfer to the host."""
+"""The output of a step on the device, and the transfer of this output to the host."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

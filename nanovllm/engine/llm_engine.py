@@ -103,7 +103,7 @@ class LLMEngine:
         return self._run(requests, use_tqdm)
 
     def _run(self, requests: list[Any], use_tqdm: bool, desc: str = "Generating") -> list[Any]:
-        """Submit requests, wait for them, and return their outputs in the same order."""
+        """Submit requests, wait until all have ended, and return their outputs in the order of the requests."""
         outputs: dict[int, Any] = {}
         collector = OutputCollector(OutputKind.FINAL_ONLY, max_seconds=PROGRESS_SECONDS if use_tqdm else inf)
         submission = Submission(self.engine_thread, requests, collector)
@@ -128,9 +128,9 @@ class LLMEngine:
         """Yield the answers of `generate` piece by piece. Events of different prompts are interleaved.
 
         Text that might be part of a stop string is held back, and no piece ends within a character.
-        `chat_template_kwargs` apply to conversations. If a prompt is invalid, the call of `stream` raises the error,
-        before the iteration. The first `next` queues the requests. Leaving the loop drops the unfinished requests. The
-        engine runs at most 32 steps ahead of the reader, unless other callers need more steps.
+        `chat_template_kwargs` apply to conversations. If a prompt is invalid, the call of `stream` itself raises the
+        error, before any iteration. The first call of `next` queues the requests. Leaving the loop drops the unfinished
+        requests. The engine runs at most 32 steps ahead of the reader, unless other callers need more steps.
         """
         self.engine_thread.check_open()
         requests = self.input_processor.requests(
@@ -145,14 +145,14 @@ class LLMEngine:
         priority: int = 0,
         lora_request: Adapters = None,
     ) -> int:
-        """Queue a request and return its id. When this thread calls `step`, it gets the request's output.
+        """Queue a request and return its id. The calling thread gets the request's output from later calls of `step`.
 
         If `scheduling_policy` is "priority", the request with the lowest `priority` comes first. If `scheduling_policy`
         is "fcfs", `priority` must be 0.
 
         Raises ValueError if the prompt is empty, has `max_model_len` tokens or more, or contains a token id outside the
         vocabulary. Raises TypeError for anything that is not a prompt. Also raises the errors of a custom scheduling
-        policy, and those of `lora.adapter_registry.AdapterRegistry.get`. After an error, nothing is queued.
+        policy and of `lora.adapter_registry.AdapterRegistry.get`. After an error, nothing is queued.
         """
         self.engine_thread.check_open()
         request = self.input_processor.request(prompt, sampling_params, OutputKind.TOKENS, priority=priority)
@@ -206,15 +206,16 @@ class LLMEngine:
         still contains.
         `block_groups`: the blocks that each group of layers uses, if there are several groups.
         `prefix_hit_rate`: the fraction of prompt tokens that were found in the prefix cache.
-        `tiers`, with `swap_space`: `device_hits` and `host_hits` are the numbers of prompt tokens that were found in
-        the device's cache and in host memory, respectively. `loaded_blocks` is the number of blocks that were copied
-        back from host memory. `stored_blocks` is the number of blocks that were copied to host memory. `lost_copies` is
-        the number of failed copies. `host_rows_used` of the `host_rows` rows of host memory contain blocks and states.
-        A block takes one row, and a state takes several rows. If `swap_dir` is set, `disk_blocks` is the number of
-        blocks that were read from files, and `disk_files` is the number of files.
+        `tiers`, with `swap_space`: `device_hits` and `host_hits` count the prompt tokens that were found in the
+        device's cache and in host memory. `loaded_blocks` is the number of blocks that were copied back from host
+        memory. `stored_blocks` is the number of blocks that were copied to host memory. `lost_copies` is the number of
+        failed copies. Host memory has `host_rows` rows, of which `host_rows_used` contain blocks or states. A block
+        takes one row, and a state takes several rows. If `swap_dir` is set, `disk_blocks` is the number of blocks that
+        were read from files, and `disk_files` is the number of files.
         `preemptions`: how often a sequence was preempted.
         `tokens`: the numbers of prompt tokens (`in`) and generated tokens (`out`).
-        `pooled`, with a task that pools: the number of prompts whose vector was computed, by the engine's task.
+        `pooled`, for tasks other than "generate": a dict that maps the task to the number of prompts whose vector was
+        computed.
         `steps`: the numbers of `prefill` steps (chunks of prompts), `decode` steps and `mixed` steps (both).
         """
         if self.model_runner is None:  # after `exit`

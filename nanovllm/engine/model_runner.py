@@ -1,4 +1,4 @@
-"""Defines the plain model runner, which runs steps, and holds a rank's weights and its part of the KV cache."""
+"""Defines the plain model runner, which runs steps, and holds the weights and the KV cache of a rank."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,7 +34,8 @@ MIN_MIXED_TOKENS = 64  # the least `max_num_mixed_tokens`, even on a slow device
 class ModelRunner:
     """Loads the model, owns the KV cache, and runs one step at a time. The host provides each step's tokens.
 
-    Subclasses can overlap consecutive steps, or run steps on several ranks. runners.py chooses the class.
+    Subclasses can overlap consecutive steps, or run steps on several ranks. The code in runners.py chooses the runner's
+    class.
     """
 
     budget_name = "the budget on a CPU is"  # for error messages about the cache size
@@ -78,7 +79,8 @@ class ModelRunner:
     def make_tables(self) -> None:
         """Allocate per-request tables on the device. Subclasses may override this.
 
-        The model is loaded, and `cache_groups` contains its layers. No memory of the cache is allocated yet.
+        When this method is called, the model is loaded, and `cache_groups` contains its layers. The KV cache is
+        allocated later.
         """
 
     def warm_up(self, part_done: Callable[[str], None]) -> None:
@@ -227,7 +229,7 @@ class ModelRunner:
         return self.model(input_ids, positions)
 
     def sampler_input(self, hidden_states: torch.Tensor, positions: torch.Tensor, step: ScheduledStep) -> SamplerInput:
-        """Return the sampler's input, which consists of the last token of each sampled row."""
+        """Return the sampler's input, which describes the last token of each sampled row."""
         context, req_indices = get_context(), self.int_tensor([seq.req_index for seq in step.sampled_seqs])
         if not context.is_prefill:
             return SamplerInput(hidden_states, req_indices, positions, context.block_tables)
@@ -244,7 +246,7 @@ class ModelRunner:
         return self.sampler(logits, self.prepare_sample(seqs), seeds, x.positions, cutoffs)
 
     def edit_logits(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-        """Let features edit logits [S, vocabulary] in place. Return the cutoffs [S] of min-p, top-k and top-p."""
+        """Let features edit logits [S, vocabulary] in place. Return cutoffs [S] for min-p, top-k and top-p."""
         for feature in self.features.values():
             feature.edit_logits(logits, rows)
         return logit_cutoffs(logits, rows)
@@ -259,7 +261,7 @@ class ModelRunner:
 
     @contextmanager
     def few_threads(self, num_tokens: int) -> Iterator[None]:
-        """Use a single CPU thread for a small step, in which several threads would mostly wait for each other."""
+        """Use a single CPU thread for a small step, because several threads would mostly wait for each other."""
         num_threads = torch.get_num_threads()
         if num_tokens * self.milliseconds_per_token < 1:
             torch.set_num_threads(1)
@@ -275,7 +277,7 @@ class ModelRunner:
     # -- features ------------------------------------------------------------------------------------------------------
 
     def add_features(self, names: Collection[str]) -> None:
-        """Load features. They edit logits in the order of FEATURES."""
+        """Load features. Loaded features edit logits in the order of the table FEATURES."""
         loaded = self.features | {name: FEATURES[name].load()(self) for name in names if name not in self.features}
         self.features = {name: loaded[name] for name in [*FEATURES] if name in loaded}
 
@@ -290,7 +292,9 @@ class ModelRunner:
         return host_arrays
 
     def prepare_features(self, step: ScheduledStep) -> dict[str, Arrays]:
-        """Return the arrays of a step's features, by feature name. Names are sorted to make runs repeatable."""
+        """Return a dict that maps the name of each feature of a step to the feature's arrays. Names are sorted to make
+        runs repeatable.
+        """
         prepared = {name: FEATURES[name].load().prepare(step) for name in sorted(step.feature_names)}
         return {name: arrays for name, arrays in prepared.items() if arrays is not None}
 
@@ -298,7 +302,7 @@ class ModelRunner:
 
     @property
     def kv_cache(self) -> torch.Tensor:
-        """The first group's keys and values, a tensor [2, layers, blocks, block_size, kv_heads, head_dim]."""
+        """The keys and values of the first group of layers, [2, layers, blocks, block_size, kv_heads, head_dim]."""
         return next(tensors[0] for spec, tensors in self.caches.items() if isinstance(spec, AttentionSpec))
 
     @property
@@ -329,8 +333,8 @@ class ModelRunner:
     def allocate_kv_cache(self, num_blocks: int, num_layers: int | None = None) -> None:
         """Allocate the cache tensors of each group of layers, and assign each layer its part.
 
-        If `num_layers` is 1, all layers of a group share one part. This is enough for steps whose results do not
-        matter.
+        If `num_layers` is 1, all layers of a group share one part. One shared part is enough for steps whose results do
+        not matter.
         """
         for spec, layers in self.cache_groups.items():
             # zeros, because attention multiplies masked slots by 0, and a NaN there would spread

@@ -21,10 +21,7 @@ class OutputProcessor:
 
     @property
     def serves_one_batch(self) -> bool:
-        """Whether there is only one caller, who waits for complete answers.
-
-        In that case, only the time of the last answer matters.
-        """
+        """Whether there is only one caller, who waits for complete answers."""
         return [collector.kind for collector in self.collectors] == [OutputKind.FINAL_ONLY]
 
     def add(self, requests: Collection[Request]) -> None:

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 
 
 class OutputKind(Enum):
-    """Which outputs a caller gets."""
+    """Selects which outputs a caller gets."""
 
     FINAL_ONLY = auto()  # one output when a request ends
     DELTA = auto()  # an event for each new piece of an answer
@@ -18,7 +18,7 @@ class OutputKind(Enum):
 
 
 class Record(Mapping):
-    """The base class of the output records. Fields can be read as attributes or by key.
+    """The base class of the output records. The fields of a record can be read as attributes or by key.
 
     Subclasses set `eq=False`, so that a record equals a dict with the same items.
     """
@@ -54,11 +54,11 @@ class CompletionOutput(Record):
     token_ids: the generated tokens, including the end-of-sequence or stop id that ended the answer.
     cumulative_logprob: the sum of the log-probabilities of `token_ids`; None unless the request sets `logprobs`.
     logprobs: for each token, a dict that maps token ids to Logprobs. The generated token comes first, then the most
-        likely tokens. This field is None if the request does not set `logprobs`.
+        likely tokens. If the request does not set `logprobs`, the field `logprobs` is None.
     finish_reason: one of "stop", "length", "abort" and "error" (if `structured_outputs` allows no next token).
-    stop_reason: the stop string or id that ended the answer, or the message of an "error". `stop_reason` is None for
-        "length", for "abort", and if the tokenizer's end-of-sequence id ended the answer. Other end-of-sequence ids of
-        the model are reported as `stop_reason`.
+    stop_reason: the stop string or id that ended the answer, or the message of an "error". `stop_reason` is None if
+        `finish_reason` is "length" or "abort", or if the tokenizer's end-of-sequence id ended the answer. Other
+        end-of-sequence ids of the model are reported as `stop_reason`.
     """
 
     index: int
@@ -75,7 +75,7 @@ class RequestMetrics(Record):
     """The times of a request's events, in seconds since the epoch.
 
     If an abort prevented an event, the event's time is None. If there are several answers, `finished_time` belongs to
-    the last answer. Every other field is the earliest time of any answer.
+    the last answer. Every other field is the earliest time among the answers.
     """
 
     arrival_time: float

@@ -33,9 +33,9 @@ def make_runner(config: Config, part_done: Callable[[str], None], tp: TensorPara
 def is_plain(config: Config) -> bool:
     """Return whether the plain ModelRunner can compute the engine's steps.
 
-    It computes one step at a time, on one rank. It samples one token per sequence, and keeps only keys and values, in
-    one block table. It knows neither adapters nor images, and does not pool. Its memory is never freed by `sleep` or
-    copied to other memory.
+    The plain ModelRunner computes one step at a time, on one rank. The runner samples one token per sequence, and its
+    cache has only keys and values, in one block table. The runner does not support adapters, images, pooling, `sleep`
+    or `swap_space`.
     """
     model = config.model_config
     overlaps = config.async_scheduling or config.tensor_parallel_size > 1

@@ -25,20 +25,23 @@ class ScheduledSequence(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ScheduledStep:
-    """A step: first its decode rows, then its prefill chunks.
+    """A scheduled step, which consists of decode rows, followed by prefill chunks.
 
     A decode row contains one token or, with drafts, up to `tokens_per_row` tokens.
 
-    decodes: the rows of the sequences that decode. If tokens are drafted, `end` is an upper bound.
-    new_blocks: (index into `decodes`, column in the block table, block id) for each block that a decode row gets.
+    decodes: the rows of the sequences that decode. If tokens are drafted, the `end` of a row is an upper bound.
+    new_blocks: a triple (index into `decodes`, column in the block table, block id) for each block that a decode row
+        gets.
     chunks: the rows that compute part or all of a prompt. After a preemption, chunks also recompute generated tokens.
-    state_rows: for each chunk, the index of the initial state, for layers with a state (cache/state.py).
+    state_rows: for each chunk, the row of its initial state. Only layers with a state (cache/state.py) read the row of
+        the initial state.
     sampled_seqs: the sequences that get a token from this step. Decoding sequences come first.
-    sampled_rows: the row to sample from for each sequence in `sampled_seqs`. Rows are in ascending order. Answers to
-        one prompt share a row if they are admitted together.
+    sampled_rows: the row to sample from for each sequence in `sampled_seqs`. Row indices are in ascending order.
+        Answers to one prompt share a row if they are admitted together.
     feature_names: the features that must do work on the host in this step.
-    copies: target -> source, for each cache block or state that is copied before the step stores keys and values.
-    tokens_per_row: the number of tokens in the longest decode row. Without drafts, this is 1.
+    copies: a dict that maps the target of each copy to its source. Cache blocks and states are copied before the step
+        stores keys and values.
+    tokens_per_row: the number of tokens in the longest decode row. Without drafts, `tokens_per_row` is 1.
     scheduled_at: the value of `time.perf_counter` when scheduling began.
     """
 
@@ -85,7 +88,7 @@ class ScheduledStep:
 
     @property
     def prompt_seqs(self) -> list[Sequence]:
-        """The sequences with a chunk and those of `new_seqs`, each of them once."""
+        """The sequences that have a chunk or are in `new_seqs`, without duplicates."""
         return [*dict.fromkeys([*(seq for seq, _, _ in self.chunks), *self.new_seqs])]
 
     @property
@@ -99,7 +102,7 @@ class ScheduledStep:
 
     @property
     def kind(self) -> str:
-        """Either "decode" (no chunks), "prefill" (only chunks) or "mixed"."""
+        """The kind of step: "decode" (no chunks), "prefill" (only chunks) or "mixed"."""
         if not self.chunks:
             return "decode"
         return "mixed" if self.num_decodes else "prefill"
@@ -111,7 +114,7 @@ class ScheduledStep:
         self.tokens_per_row = max((end - start for _, start, end in rows), default=1)
 
     def add_sampled(self, seq: Sequence) -> None:
-        """Let the step sample a token of `seq` from the step's last chunk."""
+        """Let the step sample a token for `seq` from the step's last chunk."""
         self.sampled_seqs.append(seq)
         self.sampled_rows.append(self.num_decodes + len(self.chunks) - 1)
 
@@ -119,8 +122,8 @@ class ScheduledStep:
 class StepResult(NamedTuple):
     """The result of a step, after it was copied to the host.
 
-    token_ids: for each sequence in the step's `sampled_seqs`, `tokens_per_row` ids.
-    feature_results: the results of features, by feature name.
+    token_ids: `tokens_per_row` ids for each sequence in the step's `sampled_seqs`.
+    feature_results: a dict that maps feature names to the features' results.
     counts: for each sequence, how many of the sequence's ids in `token_ids` are valid. If `counts` is None, each
         sequence has one valid id.
     """

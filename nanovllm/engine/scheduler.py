@@ -25,19 +25,19 @@ class Scheduler:
 
     A mixed step decodes one token for each running sequence, and computes chunks of prompts. Prompts are computed in
     the order of `Sequence.order`, within the limits of the step's TokenBudget. A full engine admits new sequences in
-    groups (see AdmissionPause). `schedule` may be called before the tokens of the previous step have arrived. Such a
-    call leaves out the sequences that must wait for their tokens.
+    groups (see AdmissionPause). `schedule` may be called before the tokens of the previous step have arrived. Sequences
+    that must wait for their tokens are left out of the new step.
 
     The answers to one prompt (`Sequence.group`) are queued together. The first answer is admitted when all answers fit,
-    or when nothing else runs. Answers that fit start from the first answer's blocks. The others are admitted later, and
-    find the prompt in the prefix cache.
+    or when nothing else runs. The other answers that fit share the first answer's blocks. Answers that do not fit are
+    admitted later, and find the prompt in the prefix cache.
     """
 
     make_queue: Callable[[], WaitingQueue] = WaitingQueue  # lora/ replaces it
     task = "generate"
 
     def __init__(self, config: "Config", block_manager: BlockManager | None = None):
-        """`config` must be resolved. `block_manager` replaces the plain BlockManager."""
+        """`config` must be resolved. `block_manager`, if given, is used instead of a plain BlockManager."""
         self.eos = config.eos  # the tokenizer's end-of-sequence id, which is not reported as a stop reason
         self.eos_token_ids: frozenset[int] = config.model_config.eos_token_ids
         self.block_manager = block_manager or BlockManager(
@@ -105,7 +105,7 @@ class Scheduler:
         return step
 
     def _decodes_soon(self, step: ScheduledStep) -> bool:
-        """Whether this step decodes, or a token in flight will let the next step decode."""
+        """Whether this step decodes, or the next step can decode when a token in flight has arrived."""
         return bool(step.num_decodes) or any(seq.waits_for_token and not seq.is_paused for seq in self.running.values())
 
     def schedule_decodes(self, step: ScheduledStep) -> None:
@@ -187,7 +187,7 @@ class Scheduler:
                 forks.start_others(self, seq, step)
 
     def start_decoding(self, seq: Sequence, step: ScheduledStep) -> None:
-        """Sample a token of `seq` from the step's last row, which completes the prompt. Later steps decode `seq`."""
+        """Sample a token for `seq` from the step's last row, which completes the prompt. Later steps decode `seq`."""
         self.prefilling.pop(seq.key, None)
         self.running[seq.key] = seq
         step.add_sampled(seq)
@@ -248,8 +248,8 @@ class Scheduler:
     def postprocess(self, step: ScheduledStep, result: StepResult) -> Collection[Sequence]:
         """Append the tokens of a step to their sequences, run features, and end sequences.
 
-        Return the watched sequences that got a token, and all sequences that ended. The tokens of beams are appended by
-        the beam search.
+        Return the sequences with `is_watched` that got a token, and all sequences that ended. The beam search itself
+        appends the tokens of beams.
         """
         arrived, ends = self.append_tokens(step.sampled_seqs, result.token_ids)
         return self.run_features(step, result, arrived, ends)
@@ -257,8 +257,8 @@ class Scheduler:
     def append_tokens(self, seqs: list[Sequence], token_ids: list[int]) -> tuple[dict[int, Sequence], Ends]:
         """Append each token to its sequence, unless the sequence has ended or has `pauses_after_token` set.
 
-        Return (arrived, ends). `arrived` maps indices in `token_ids` to watched sequences. `ends` contains the
-        sequences that must end.
+        Return (arrived, ends). `arrived` maps indices in `token_ids` to sequences with `is_watched`. `ends` contains
+        the sequences that must end.
         """
         arrived, ends, num_late = dict[int, Sequence](), Ends(), 0
         block_size = self.block_manager.block_size
@@ -301,8 +301,8 @@ class Scheduler:
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence, whatever its state. Only this method ends sequences.
 
-        A step in flight might still write to the sequence's blocks. Freeing the blocks is still safe: the device runs
-        steps in order, so the next owner of the blocks writes later.
+        A step in flight might still write to the sequence's blocks. Freeing the blocks of an ended sequence is safe:
+        the device runs steps in order, so the next owner of the blocks writes later.
         """
         self.waiting.discard(seq)
         self.held.pop(seq, None)

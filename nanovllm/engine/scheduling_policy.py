@@ -9,7 +9,8 @@ from nanovllm.utils.setting_checks import POLICIES
 
 
 class SchedulingPolicy:
-    """Determines the order of sequences. For a custom order, set `scheduling_policy` to an instance of a subclass.
+    """Determines the order of sequences. For a custom order, set `scheduling_policy` to an instance of a subclass of
+    this class.
 
     The prompt of the sequence with the smallest `priority_key` is computed first. When cache blocks run out, the
     sequence with the largest key is preempted first. Sequences with equal keys are served in the order of arrival.
@@ -18,9 +19,10 @@ class SchedulingPolicy:
     def priority_key(self, seq: Sequence) -> Any:
         """Return the key of `seq`: a number, or anything that can be compared with the keys of other sequences.
 
-        This method is called once per request, for its first sequence, in the thread that adds the request. That thread
-        receives any error. Useful attributes of `seq` are `num_prompt_tokens`, `max_num_tokens` (for prompt and output
-        together), `priority`, `params`, and `arrival`, which is a value of `time.perf_counter`.
+        The engine calls this method once per request, with the request's first sequence, in the thread that adds the
+        request. An error in this method is raised in the thread that adds the request. Useful attributes of `seq` are
+        `num_prompt_tokens`, `max_num_tokens` (for prompt and output together), `priority`, `params` and `arrival`. The
+        value of `arrival` comes from `time.perf_counter`.
         """
         raise NotImplementedError(f"{type(self).__name__}: must define a method `priority_key`")
 
@@ -45,7 +47,7 @@ class CheckedPolicy(SchedulingPolicy):
         self._last_key: Any = None  # the last accepted key
 
     def priority_key(self, seq: Sequence) -> Any:
-        """Return the policy's key. Raises TypeError if this key can't be compared with the previous key."""
+        """Return the policy's key. Raises TypeError if the key can't be compared with the previous key."""
         key = self._policy.priority_key(seq)
         known_key = key if self._last_key is None else self._last_key
         if not _are_ordered(key, known_key):
@@ -59,7 +61,9 @@ class CheckedPolicy(SchedulingPolicy):
 
 
 def _are_ordered(a: Any, b: Any) -> bool:
-    """Return whether `a` and `b` can be ordered. None and NaN can't be ordered, nor can a number and a string."""
+    """Return whether `a` and `b` can be ordered. None and NaN can't be ordered. A number can't be ordered with a
+    string.
+    """
     with suppress(Exception):  # the operators of a user's class may raise anything
         return bool(a < b or b < a or a == b)
     return False

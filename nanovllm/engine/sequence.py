@@ -100,7 +100,7 @@ class Sequence:
         return self.request_id, self.index
 
     def set_order(self, priority_key: Any) -> None:
-        """Set `order` from the policy's key. Sequences with equal keys are ordered by request id."""
+        """Set `order` from the key of the scheduling policy. Sequences with equal keys are ordered by request id."""
         self.order = priority_key, *self.key  # the smallest comes first
 
     def __getitem__(self, key: int | slice) -> Any:
@@ -141,7 +141,7 @@ class Sequence:
         return self.token_ids[-1]
 
     def append_token(self, token_id: int) -> None:
-        """Append a token that has reached the host. `num_tokens` already includes a token that a step has sampled."""
+        """Append a token that has reached the host. If a step sampled the token, `num_tokens` already includes it."""
         self.token_ids.append(token_id)
         if self.num_tokens < len(self.token_ids):
             self.num_tokens += 1
@@ -168,9 +168,8 @@ class Sequence:
         return self.status is SequenceStatus.FINISHED
 
     def limit_tokens(self, num_tokens: int = 1) -> None:
-        """Set `token_limit` of a sequence that must wait for its token or for a feature's work.
-
-        A sequence with `waits_for_token` may get `num_tokens` tokens before the next call.
+        """Set `token_limit` of a sequence that must wait for its token or for a feature's work. A sequence with
+        `waits_for_token` may get `num_tokens` more tokens.
         """
         if self.awaited is not None:
             self.token_limit = self.num_tokens

@@ -1,4 +1,4 @@
-"""The block manager for models with states, where a prefix hit needs a snapshot of the state."""
+"""The block manager for models with states. If layers keep states, a prefix hit needs a snapshot of the state."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -8,16 +8,16 @@ from nanovllm.engine.sequence import Sequence
 
 
 class StateRows:
-    """Tracks which rows of states no running sequence uses. The Scheduler's `free_req_indices` is a StateRows.
+    """Tracks the rows of states that no running sequence uses. The Scheduler's `free_req_indices` is a StateRows.
 
     A running sequence's state is in the row of its request index, which is below `num_indices`. The rows of request
     indices are followed by a row for padding, a row of zeros (every sequence's initial state), and rows for snapshots.
-    The row of an unused request index may store a snapshot. If the rows of all unused request indices store snapshots,
-    a sequence that needs an index gets the row of the least recently found snapshot, which is dropped.
+    The row of an unused request index may store a snapshot. If no unused request index has a free row, a sequence that
+    needs an index gets the row of the snapshot that was found least recently. This snapshot is dropped.
     """
 
     def __init__(self, num_indices: int, num_states: int, drop_snapshot: Callable[[int, int], None]):
-        """`drop_snapshot` frees the row of a dropped snapshot. Its arguments are the block id and the row."""
+        """`drop_snapshot(block_id, row)` frees the row of a dropped snapshot."""
         self._drop_snapshot = drop_snapshot
         self.num_indices, self.zeros = num_indices, num_indices + 1
         self.free_indices = [*reversed(range(num_indices))]
@@ -29,7 +29,7 @@ class StateRows:
         return bool(self.free_indices) or self._least_recent_index() is not None
 
     def pop(self) -> int:
-        """Return a free request index, dropping a snapshot if necessary."""
+        """Return a free request index. If necessary, drop a snapshot first."""
         if not self.free_indices:
             self.forget(self._least_recent_index())
         return self.free_indices.pop()
@@ -50,25 +50,26 @@ class StateRows:
             self._drop_snapshot(block_id, row)
 
     def _least_recent_index(self) -> int | None:
-        """Return the block id of the least recently found snapshot in the row of a request index, or None."""
+        """Return the block id of the least recently found snapshot whose row belongs to a request index, or None."""
         rows = self.snapshots.items()
         return next((i for i, row in rows if row < self.num_indices and row not in self.being_read), None)
 
 
 class StateBlockManager(BlockManager):
-    """Lets sequences share cached blocks up to a snapshot. Tracks which rows of states are read and copied.
+    """Lets sequences share cached blocks up to the position of a snapshot. Tracks which rows of states are read and
+    copied.
 
     In `copies`, row `r` of the states has id `num_blocks + r`.
 
-    The state at the end of a prompt's last full block is stored as a snapshot. If there is no snapshot at the end of
-    the prompt's cached blocks, one is stored there too, because prompts share these blocks. A chunk ends at each
-    snapshot, so a snapshot costs a copy of the state and an additional step. The next step makes the copy, and later
-    steps can find the snapshot. If no row is free, the least recently found snapshot is dropped. If a block is evicted,
+    The state at the end of a prompt's last full block is stored as a snapshot. A snapshot is also stored at the end of
+    the prompt's cached blocks, if none exists there, because prompts share these blocks. A chunk ends at each snapshot,
+    so a snapshot costs a copy of the state and an additional step. The next step copies the state, and its prompts can
+    already find the snapshot. If no row is free, the least recently found snapshot is dropped. If a block is evicted,
     the snapshot at its end is dropped as well.
 
-    If the cached blocks end with an answer, the prompt continues a conversation, whose next prompt will begin with this
-    whole prompt. No snapshot is therefore stored at the end of the cached answer. The snapshot that this prompt found
-    becomes the first to be dropped.
+    If the cached blocks end with an answer, the prompt continues a conversation. The conversation's next prompt will
+    begin with the whole current prompt, so no snapshot is stored at the end of the cached answer. If snapshots must be
+    dropped, the snapshot that the current prompt found is dropped first.
     """
 
     def __init__(

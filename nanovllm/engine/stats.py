@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def stats_of(scheduler: Scheduler) -> dict:
-    """Return the dict of `LLMEngine.stats`. If a step runs meanwhile, the counts may be of different moments."""
+    """Return the dict of `LLMEngine.stats`. If a step runs at the same time, some counts may be older than others."""
     totals, blocks = scheduler.totals, scheduler.block_manager
     num_free, num_cached = len(blocks.free_block_ids), blocks.num_cached
     optional = scheduler.feature_stats() | {"block_groups": blocks.groups(), "tiers": blocks.tiers()}

@@ -1,7 +1,7 @@
 """The block manager for models in which only some layers attend to a window.
 
-Layers with a window have separate block tables, and blocks before the window are freed. cache/window_tables.py divides
-the layers among the tables.
+Layers with a window have separate block tables, and blocks before the window are freed. The code in
+cache/window_tables.py divides the layers among the tables.
 """
 
 from nanovllm.engine.block_manager import Block, BlockManager
@@ -15,15 +15,16 @@ class WindowBlockManager(BlockManager):
     """Manages one pool of blocks for all tables. A block stores the keys and values of one table's layers.
 
     `Sequence.block_table` is the table of the layers without a window, and `Sequence.window_columns` contains the
-    columns of the window tables. Column `i` of all tables stores the same tokens. The ids in a freed column are 0.
+    columns of the window tables. Column `i` stores the same tokens in all tables. The block ids in a freed column are
+    0.
 
     While a prompt is computed, each chunk allocates its columns. If too few blocks are free, the chunk is shortened.
     Columns before the window are freed before the next chunk. A decoding sequence frees old columns when it needs a new
-    column. A step in flight may still read a freed block. This is safe: the device runs steps in order, and only a
-    later step writes to the block.
+    column. A step in flight may still read a freed block. Freeing a block during the step is safe: the device runs
+    steps in order, and only a later step writes to the block.
 
-    A cached prefix can be used if the prefix cache contains all of its blocks in `block_table`, and all columns that
-    the next token sees.
+    A prefix is found if the prefix cache contains the prefix's blocks of the first table, and all columns in the window
+    of the next token.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool, num_tables: int, window: int):
@@ -38,7 +39,7 @@ class WindowBlockManager(BlockManager):
         self._chunked: list[Sequence] = []  # the sequences with a chunk in the last scheduled step, and their forks
 
     def first_column(self, position: int) -> int:
-        """Return the first column that the token at `position` sees."""
+        """Return the first column in the window of the token at `position`."""
         return max(0, position + 1 - self.window) // self.block_size
 
     @property
@@ -90,7 +91,7 @@ class WindowBlockManager(BlockManager):
         self._chunked.append(other)  # the last chunk of `seq` may have computed columns that `other` does not need
 
     def prepare_decodes(self, rows: list[ScheduledSequence]) -> list[int]:
-        """Also free the columns that the next token of a growing row does not see."""
+        """Return the indices of the rows that need another block, and free the columns before these rows' windows."""
         growing = super().prepare_decodes(rows)
         for i in growing:
             seq = rows[i].seq
@@ -165,7 +166,7 @@ class WindowBlockManager(BlockManager):
         return block_ids[:end]
 
     def _hit_columns(self, seq: Sequence, num_hit: int) -> list[Column]:
-        """Return the cached columns that the token after the first `num_hit` blocks sees."""
+        """Return the cached columns in the window of the token after the first `num_hit` blocks."""
         first = self.first_column(num_hit * self.block_size)
         return [self.columns[block_hash] for block_hash in seq.block_hashes[first:num_hit]]
 

@@ -1,6 +1,6 @@
-"""Lets trainers replace the weights of a running engine, pause it, or use its memory while it sleeps.
+"""Lets trainers replace the weights of a running engine, pause the engine, or use its memory while it sleeps.
 
-`LLMEngine` has methods with the same names.
+All functions except `weights_of` are methods of `LLMEngine`, too.
 """
 
 from nanovllm.rollout.new_weights import load_weights, weights_of

@@ -1,4 +1,4 @@
-"""Helps to change a running engine. Changes are made in the engine's thread, between two steps."""
+"""Functions that help to change a running engine. Changes are made in the engine's thread, between two steps."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ class Dropped(str):
 def refusing_requests(llm: "LLMEngine", kind: str, reason: str) -> Iterator[None]:
     """Refuse new requests while a `with` block changes the engine, by setting `unavailable[kind]` to `reason`.
 
-    The reason stays set after the block. If the block raises an error, the previous reason is restored. Raises
+    The reason stays set after the block ends. If the block raises an error, the previous reason is restored. Raises
     UnavailableError if the engine has requests and is not paused, or while weights are being replaced.
     """
     unavailable = llm.core.unavailable

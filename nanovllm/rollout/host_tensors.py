@@ -1,4 +1,4 @@
-"""Implements sleep mode on a CPU, where tensors may move. cuda/arena.py implements sleep mode on CUDA."""
+"""Implements sleep mode on a CPU, where tensors may move. The module cuda/arena.py implements sleep mode on CUDA."""
 
 from typing import TYPE_CHECKING
 

@@ -37,9 +37,9 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 def load_weights(llm: "LLMEngine", weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Replace some or all weights of a running engine, and empty the prefix cache. Tensors may be on any device.
 
-    `weights` yields (name, tensor) pairs as in a checkpoint or in the transformers model's state dict. Tensors must not
-    be merged or split over ranks. An engine with 8-bit weights accepts 8-bit values with scales, in the format of its
-    checkpoint. The engine also accepts unquantized tensors, and quantizes them. An engine with `quantization="int4"`
+    `weights` yields (name, tensor) pairs, with names as in a checkpoint or in the transformers model's state dict.
+    Tensors must not be merged or split over ranks. An engine with 8-bit weights accepts unquantized tensors, which it
+    quantizes, and 8-bit values with scales in the format of its checkpoint. An engine with `quantization="int4"`
     accepts unquantized tensors. An engine with a 4-bit checkpoint accepts no weights. The caller's thread iterates over
     `weights`, so a generator can create one tensor at a time.
 
@@ -48,8 +48,8 @@ def load_weights(llm: "LLMEngine", weights: Iterable[tuple[str, torch.Tensor]]) 
 
     Each tensor is checked before it is written. Raises TypeError if a value is not a tensor. Raises a ValueError that
     names the tensor if the model has no such tensor, if the shape or dtype is wrong, or if a value is NaN or infinite.
-    If an error occurs after a tensor was written, the engine refuses requests. A single call of `load_weights` must
-    then load all weights.
+    If an error occurs after a tensor was written, the engine refuses requests until a single call of `load_weights` has
+    loaded all weights.
     """
     update = WeightUpdate(llm)
     in_engine(llm.engine_thread, update.begin)
@@ -148,9 +148,9 @@ class ModelWeights:
         return isinstance(name, str) and is_unused(self.model, name)
 
     def check_tied_head(self, name: str, tensor: torch.Tensor) -> None:
-        """If weights are tied, raise ValueError if `tensor` is a head that differs from the embedding.
+        """Raise ValueError if `tensor` is the output head of a model with tied weights, but differs from the embedding.
 
-        If the head arrives before the embedding, it is not compared, because storing it would cost memory.
+        A head that arrives before the embedding is not compared, because storing the head would cost memory.
         """
         is_tied = self.model.config.tie_word_embeddings  # otherwise, an engine that pools ignores the head
         if name != HEAD or not is_tied or head_name(self.model) not in self._loaded:
@@ -164,8 +164,8 @@ class ModelWeights:
     def own_name(self, name: str) -> str:
         """Return the model's name for a tensor, with `language_model.` added or removed where necessary.
 
-        Names differ if the trainer or the engine has loaded only the language part of a multimodal checkpoint. Names
-        also differ if the trainer's model has no head.
+        The names in the trainer and in the engine differ if either of them has loaded only the language part of a
+        multimodal checkpoint. The names also differ if the trainer's model has no output head.
         """
         parts = str(name).split(".language_model.", 1)
         other_name = ".".join(parts) if len(parts) > 1 else str(name).replace("model.", "model.language_model.", 1)
@@ -173,7 +173,9 @@ class ModelWeights:
         return next((own for own in own_names if own in self.loaders), name)
 
     def check(self, name: str, tensor: torch.Tensor) -> None:
-        """Raise the errors of `load_weights`. A loader may detect a wrong shape later, but before it writes."""
+        """Raise the errors that `load_weights` documents. A loader may detect a wrong shape later, but always before it
+        writes.
+        """
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"weights: {name!r:.80} has a {type(tensor).__name__}: must be a torch.Tensor")
         if name not in self.loaders:
@@ -230,7 +232,7 @@ class TensorSlice:
 
 
 class WeightPart(TensorPart):
-    """A message to another rank, which loads the weight when all parts have arrived."""
+    """A message with a part of a weight. The receiving rank loads the weight when all parts have arrived."""
 
     def receive(self, words: np.ndarray, runner: "ModelRunner", incoming: dict[Any, Any]) -> None:
         if (tensor := self.join(words, incoming)) is not None:

@@ -15,9 +15,10 @@ def pause(llm: "LLMEngine", mode: str = "abort") -> None:
     """Stop generating until `resume` is called. New requests raise UnavailableError.
 
     If `mode` is "abort", running requests end with the tokens generated so far, as after `LLM.abort`. If `mode` is
-    "keep", running requests release their cache blocks and wait until `resume` is called. The callers wait as well.
-    After `resume`, the engine recomputes the tokens of these requests with the current weights, and continues to
-    generate. Tokens and vectors of a step in flight are kept. Raises ValueError for any other mode.
+    "keep", running requests release their cache blocks and wait until `resume` is called. The callers of kept requests
+    wait as well. After `resume`, the engine recomputes the tokens of kept requests with the current weights, and
+    continues to generate. Tokens and vectors that a step in flight computes are kept. Raises ValueError if `mode` has
+    another value.
     """
     check_choice("mode", mode, ("abort", "keep"))
     core = llm.core
@@ -34,7 +35,7 @@ def pause(llm: "LLMEngine", mode: str = "abort") -> None:
 
 
 def reset_prefix_cache(llm: "LLMEngine") -> bool:
-    """Empty the prefix cache and return True. If any sequence holds blocks, only return False."""
+    """Empty the prefix cache and return True. If any sequence holds cache blocks, return False and change nothing."""
 
     def work() -> bool:
         scheduler = llm.core.scheduler
@@ -46,7 +47,7 @@ def reset_prefix_cache(llm: "LLMEngine") -> bool:
 
 
 def resume(llm: "LLMEngine") -> None:
-    """End the pause. If the engine sleeps or lacks weights, it stays paused, and UnavailableError is raised."""
+    """End the pause. If the engine sleeps or lacks weights, raise UnavailableError, and stay paused."""
     llm.engine_thread.check_open()
     for kind, reason in [*llm.core.unavailable.items()]:
         if kind != "paused":

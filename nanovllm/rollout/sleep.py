@@ -25,17 +25,19 @@ logger = logging.getLogger("nanovllm")
 def sleep(llm: "LLMEngine", level: int = 1, keep_prefix_cache: bool = False) -> int:
     """Free the memory of the weights and of the KV cache. The engine does not generate until `wake_up` is called.
 
-    Level 1 keeps the weights in host memory. Level 2 drops the weights. After `wake_up`, one or more calls of
-    `load_weights` must load all weights. If the engine already sleeps, level 2 drops the weights that level 1 has kept.
+    Level 1 keeps the weights in host memory. Level 2 drops the weights, so one or more calls of `load_weights` must
+    load all weights after `wake_up`. If the engine already sleeps at level 1, a call with level 2 drops the weights in
+    host memory.
 
-    By default, the prefix cache is emptied. If `keep_prefix_cache` is True, the blocks in host memory stay, and the
-    device's blocks are first copied there if they fit. After `wake_up`, prompts find these blocks again, unless the
-    weights were replaced.
+    By default, the prefix cache is emptied. If `keep_prefix_cache` is True, the cache blocks in host memory stay. The
+    device's blocks are first copied to host memory if they fit. After `wake_up`, prompts find the blocks in host memory
+    again, unless the weights were replaced.
 
-    Returns the number of bytes freed on each GPU, or on the CPU. Raises ValueError for any other level, or if the
-    engine was started without `enable_sleep_mode=True`. Raises ValueError if `keep_prefix_cache` is combined with level
-    2, or with an engine without `swap_space`. Raises UnavailableError if weights are being replaced, if host memory is
-    too small, or if the engine has requests and is not paused. In all these cases, nothing changes.
+    Returns the number of bytes that were freed on each GPU, or on the CPU. Raises ValueError if `level` is not 1 or 2,
+    or if the engine was started without `enable_sleep_mode=True`. Raises ValueError if `keep_prefix_cache` is combined
+    with level 2, or with an engine without `swap_space`. Raises UnavailableError if weights are being replaced, if host
+    memory is too small, or if the engine has requests and is not paused. If an error is raised, the engine does not
+    change.
     """
     check_choice("level", level, (1, 2))
     check_bool("keep_prefix_cache", keep_prefix_cache)
@@ -68,11 +70,11 @@ def sleep(llm: "LLMEngine", level: int = 1, keep_prefix_cache: bool = False) -> 
 def wake_up(llm: "LLMEngine", tags: Collection[str] | None = None) -> None:
     """Allocate the memory that `sleep` has freed. The new KV cache is empty.
 
-    `tags` selects "weights", "kv_cache" or, by default, both.
+    `tags` selects the memory to allocate: "weights", "kv_cache" or, by default, both.
 
-    Memory that is already allocated stays unchanged. The engine generates again when weights and cache are allocated.
-    After level 2, all weights must also be loaded. If a device lacks memory, no rank changes, and UnavailableError is
-    raised. Raises ValueError for any other tag.
+    Memory that is already allocated stays unchanged. The engine generates again when both weights and cache are
+    allocated. After `sleep(level=2)`, all weights must also be loaded. If a device lacks memory, no rank changes, and
+    UnavailableError is raised. Raises ValueError if a tag is unknown.
     """
     for tag in TAGS if tags is None else tags:
         check_choice("tags", tag, TAGS)
@@ -102,7 +104,7 @@ def _check_enabled(llm: "LLMEngine") -> None:
 
 
 class MemoryCall(NamedTuple):
-    """A call that rank 0 sends as a message, and that every rank makes."""
+    """A function call that rank 0 sends as a message to all ranks."""
 
     name: str  # "release" or "take"
     level: int = 0
@@ -117,7 +119,7 @@ class MemoryCall(NamedTuple):
 
 
 def _on_all_ranks(core: Engine, call: MemoryCall) -> int | None:
-    """Make `call` on all ranks, and return this rank's result."""
+    """Execute `call` on all ranks, and return this rank's result."""
     if core.workers.processes:
         core.workers.send(call, np.empty(0, np.int32))
     return call.do(open_runner(core))
@@ -130,7 +132,7 @@ def open_runner(core: Engine) -> "ModelRunner":
 
 
 def sleepers_of(runner: Any) -> dict[str, Any]:
-    """Return a dict that maps each tag to the object that manages this part of a rank's memory (an `Arena` on CUDA)."""
+    """Return a dict that maps each tag to the object (on CUDA an `Arena`) that manages this part of a rank's memory."""
     if not runner.sleepers:
         runner.sleepers = {"weights": HostWeights(runner.model), "kv_cache": HostCache(runner)}
     return runner.sleepers
@@ -148,7 +150,7 @@ def release(runner: "ModelRunner", level: int) -> int | None:
 
 
 def take(runner: "ModelRunner", tags: Collection[str]) -> bool:
-    """Allocate this rank's memory again. If any rank lacks memory, nothing changes, and the result is False."""
+    """Allocate this rank's memory again. If any rank lacks memory, change nothing and return False."""
     woken = [sleeper for tag, sleeper in sleepers_of(runner).items() if tag in tags and not sleeper.is_mapped]
 
     def map_all() -> None:

@@ -1,4 +1,4 @@
-"""Speculative decoding, which generates several tokens per step, and never changes the text.
+"""Speculative decoding, which can generate several tokens per step, and never changes the generated text.
 
 See nanovllm/docs/speculation.md.
 """

@@ -26,9 +26,9 @@ class Head(DraftModel):
 
     Each step of the model writes hidden states to the cache slots of its tokens, even if nothing is drafted. The cache
     therefore stays correct after a prefix hit, a fork or a preemption. When the head drafts, it computes its own keys
-    and values. A row consists of the keys and values of one position. These keys and values also depend on the token at
-    the next position. Sequences that share a block may have different tokens after the block. The block's last row is
-    then exact only for the sequence that computed it last. Drafts of the other sequences may be slightly worse.
+    and values. The keys and values of one position are called a row. A row also depends on the token at the next
+    position. If sequences that share a block have different tokens after the block, the block's last row is exact only
+    for the sequence that computed the row last. Drafts of the other sequences may be slightly worse.
 
     In a chain of drafts, the head writes its own hidden states to the cache. Later in the step, the model overwrites
     the head's hidden states.
@@ -49,7 +49,7 @@ class Head(DraftModel):
         raise NotImplementedError
 
     def keep(self, hidden_states: torch.Tensor) -> None:
-        """Copy a step's hidden states [T, size] to the head's cache. The model's CUDA graphs include this copy."""
+        """Copy a step's hidden states [T, size] to the head's cache. The model's CUDA graphs include this method."""
         self.model.hidden_states.cache[get_context().slot_mapping] = hidden_states
 
     def compute(self, slots: torch.Tensor, token_slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -103,8 +103,8 @@ class Eagle3(Head):
 def watch_input(layer: nn.Module, use: Callable[[torch.Tensor], None]) -> None:
     """Call `use` in each step, with a copy of the layer's input [T, hidden_size].
 
-    In most fused layers, the norm before the MLP gets the layer's input as the residual. A hook on this norm is cheaper
-    than a hook on the layer, which would compute the layer's input separately.
+    In most fused layers, the norm before the MLP gets the layer's input as the residual. A hook on the layer would have
+    to compute the layer's input separately, so a hook on this norm is cheaper.
     """
 
     def at_norm(norm: nn.Module, args: tuple) -> None:
@@ -122,7 +122,7 @@ def watch_input(layer: nn.Module, use: Callable[[torch.Tensor], None]) -> None:
 
 
 class Mtp(Head):
-    """A head for multi-token prediction (MTP). The head uses the model's output head."""
+    """A head for multi-token prediction (MTP). The MTP head uses the output head of the model."""
 
     def make_head(self, config: Any, max_len: int) -> MtpHead:
         self.decoder.register_forward_hook(lambda model, args, output: self.keep(output))
@@ -139,7 +139,7 @@ class Mtp(Head):
 def fill(head: nn.Module, tensors: dict[str, torch.Tensor], folder: Path) -> None:
     """Load tensors from `folder` into a head.
 
-    If tensors are missing, unexpected or wrong, raise a ValueError that names them.
+    If tensors are missing, unexpected or wrong, raise a ValueError that names these tensors.
     """
     loaders = weight_loaders(head)
     if any(name.startswith("layers.0.mlp.experts.") for name in loaders):

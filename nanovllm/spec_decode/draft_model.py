@@ -1,4 +1,4 @@
-"""Drafts with a smaller model.
+"""Makes drafts with a smaller model.
 
 The draft model shares the vocabulary, block ids and sampling noise of the target model.
 """
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class DraftModel:
-    """A draft model with a separate KV cache. This cache uses the target model's block ids.
+    """A draft model with a separate KV cache, which uses the target model's block ids.
 
-    There is no second block manager: a block is always allocated in both caches. A row consists of the keys and values
-    of one position in a sequence. Before the draft model drafts for a sequence, it computes the sequence's missing
-    rows. Rows of the prompt may be missing, rows of blocks that a preemption has freed, and rows of tokens that were
-    generated without drafts.
+    There is no second block manager: a block is always allocated in both caches. The keys and values of one position in
+    a sequence are called a row. Before the draft model drafts for a sequence, it computes the sequence's missing rows.
+    Missing rows belong to the prompt, to blocks that a preemption has freed, or to tokens that were generated without
+    drafts.
 
     Each rank has the whole draft model. The ranks' results may differ in their last bits, so the ranks agree on each
     draft by an all-reduce.
@@ -80,7 +80,7 @@ class DraftModel:
     def draft(self, arrays: Arrays) -> None:
         """Write drafts to `RequestTables`, for the sequences in the arrays of `Speculation.prepare`.
 
-        On CUDA, the host waits for the device only if a sequence must catch up.
+        On CUDA, the host waits for the device only if `arrays["behind"]` lists sequences.
         """
         if len(arrays["new_blocks"]):
             rows, columns, block_ids = arrays["new_blocks"].long().unbind(1)
@@ -90,7 +90,7 @@ class DraftModel:
         self.run(arrays["req_indices"], arrays["num_drafts"], arrays["drafts"].shape[1])
 
     def _catch_up(self, req_indices: torch.Tensor, are_new: torch.Tensor) -> None:
-        """Compute each sequence's missing rows in pieces of limited size. The last row is not computed."""
+        """Compute each sequence's missing rows, except the last row, in pieces of limited size."""
         ends = self.runner.tables.num_tokens[req_indices].long() - self.shift - 1
         starts = self.num_computed[req_indices].minimum(ends) * (are_new == 0)
         piece = max(1, self.runner.config.max_num_batched_tokens // len(req_indices))
@@ -101,7 +101,7 @@ class DraftModel:
         self.num_computed[req_indices] = ends
 
     def compute_chunks(self, req_indices: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor) -> None:
-        """Compute the rows `starts:ends` of each sequence as chunks. Each argument is [S] int64."""
+        """Compute the rows `starts:ends` of each sequence as chunks. Each argument is an int64 tensor [S]."""
         counts, config = ends - starts, self.runner.config
         rows = torch.arange(len(starts), device=starts.device).repeat_interleave(counts)
         cu_seqlens_q = F.pad(counts.cumsum(0), (1, 0))
@@ -123,13 +123,13 @@ class DraftModel:
         self.run_chunks(context, token_slots, positions.int())
 
     def forward_chunks(self, context: Context, token_slots: torch.Tensor, positions: torch.Tensor) -> None:
-        """Compute the rows of `context`. CUDA graphs can capture this method."""
+        """Compute the rows that `context` describes. CUDA graphs can capture this method."""
         with attention_context(context):
             self.compute(context.slot_mapping, token_slots, positions)
         self.runner.tp.barrier(positions.device)  # needed because the embeddings are a sum over ranks
 
     def draft_chains(self, req_indices: torch.Tensor, num_drafts: torch.Tensor, num_steps: int) -> None:
-        """Draft up to `num_steps` tokens for each of D sequences. At most `width` rows of each sequence are missing.
+        """Draft up to `num_steps` tokens for each of D sequences. Each sequence may have up to `width` missing rows.
 
         Sequence i gets `num_drafts[i]` drafts, and padding gets none. The drafts are written to the request tables. -1
         means that there is no draft. CUDA graphs capture this method, so shapes are fixed and the host never waits.
@@ -162,7 +162,7 @@ class DraftModel:
         tables.last_token_ids[req_indices, 1 : 1 + num_steps] = torch.stack(drafts).where(newest_slots >= 0, -1).T
 
     def compute(self, slots: torch.Tensor, token_slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Compute the rows of cache slots `slots`. The tokens are at `token_slots`.
+        """Compute the rows of the cache slots `slots` from the tokens at the slots `token_slots`.
 
         Return hidden states [T, hidden_size].
         """
@@ -171,8 +171,7 @@ class DraftModel:
     def chain(self, token_slots: torch.Tensor, hidden_states: torch.Tensor) -> None:
         """Do nothing.
 
-        Draft heads override this method to store the hidden state of each sequence's last row. The state is stored at
-        `token_slots`.
+        Draft heads override this method to store the hidden state of each sequence's last row at `token_slots`.
         """
 
     def compute_logits(self, hidden_states: torch.Tensor, sampling_params: torch.Tensor) -> torch.Tensor:

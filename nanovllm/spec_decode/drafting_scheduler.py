@@ -29,12 +29,12 @@ MANY = 8
 
 @dataclass
 class Pace:
-    """Decides whether a sequence drafts or pauses.
+    """Decides whether tokens are drafted for a sequence, or drafting pauses.
 
-    Drafting pauses if few drafts were accepted, or if several steps in a row had no drafts. `mean` is the moving
-    average of accepted drafts per step, and starts at 2. If `mean` falls below the break-even point, drafting on the
-    host pauses. Each pause is twice as long as the one before, up to a maximum. After many drafts were accepted, pauses
-    are short again. After a pause, `mean` starts at 1.5 times the break-even point.
+    A sequence stops drafting for a while if few drafts were accepted, or if several steps in a row had no drafts.
+    `mean` is the moving average of accepted drafts per step, and starts at 2. If `mean` falls below the break-even
+    point, drafting on the host pauses. Each pause is twice as long as the one before, up to a maximum. After many
+    drafts were accepted, pauses are short again. After a pause, `mean` starts at 1.5 times the break-even point.
     """
 
     mean: float = 2.0
@@ -43,7 +43,9 @@ class Pace:
     next_pause: int = PAUSES[0]
 
     def accepted(self, number: int, num_paying: float) -> None:
-        """Record that `number` drafts were accepted in a step. `num_paying` accepted drafts would break even."""
+        """Record that `number` drafts were accepted in a step. With `num_paying` accepted drafts, drafting would break
+        even.
+        """
         self.mean, self.misses = self.mean + (number - self.mean) / MEMORY, 0
         if self.mean < num_paying:
             self.mean = 1.5 * num_paying
@@ -62,7 +64,8 @@ class Pace:
 
 
 def width_that_pays(drafts: list[tuple[int, float]], num_seqs: int, cost: StepCost) -> int:
-    """Return how many drafts per sequence maximize the throughput. All sequences get the same number of rows.
+    """Return the limit for drafts per sequence that maximizes the throughput. All sequences in a step have the same
+    number of rows.
 
     `drafts` contains a pair for each sequence that drafts: the number of drafts, and the expected number of accepted
     drafts.
@@ -78,8 +81,8 @@ def width_that_pays(drafts: list[tuple[int, float]], num_seqs: int, cost: StepCo
 class DraftingScheduler(Scheduler):
     """A scheduler that plans drafts after each step.
 
-    The plan is stored in `feature_state["spec_decode"]`. A decode row contains the newest token and its drafts.
-    Beams have no drafts. Sequences with token masks have only drafts from the host, because the host makes the masks.
+    The plan is stored in `feature_state["spec_decode"]`. A decode row contains the newest token and its drafts. Beams
+    have no drafts. For sequences with token masks, only the host drafts, because the host makes the masks.
     """
 
     def __init__(self, config: "Config", block_manager: BlockManager | None = None):
@@ -120,7 +123,8 @@ class DraftingScheduler(Scheduler):
         return changed
 
     def _account(self, step: ScheduledStep, num_tokens: float) -> None:
-        """Add the loss of a step to `lost`. A sequence got `num_tokens` tokens on average.
+        """Add the loss of a step to `lost`. `num_tokens` is the average number of tokens that a sequence got in the
+        step.
 
         Losses are measured in units of a step without drafts.
         """
@@ -136,7 +140,7 @@ class DraftingScheduler(Scheduler):
             self.paid_per_step = PAID_PER_STEP
 
     def _postprocess_rounds(self, step: ScheduledStep, result: StepResult, counts: list[int]) -> Collection[Sequence]:
-        """Process tokens in rounds. If a sequence gets more than i tokens, round i appends its token i."""
+        """Process tokens in rounds. Round i appends token i of each sequence that gets more than i tokens."""
         k = step.tokens_per_row
         self._settle(step, counts)
         changed = dict[Sequence, None]()
@@ -200,7 +204,8 @@ class DraftingScheduler(Scheduler):
     def _hold_for_others(self) -> bool:
         """Hold sequences whose tokens have arrived, while other drafting sequences are in flight.
 
-        Otherwise, two groups of sequences would run in alternating steps, which would double the number of steps.
+        Without this wait, two groups of sequences would run in alternating steps, which would double the number of
+        steps.
         """
         if not any(seq.waits_for_token and seq.num_tokens > len(seq.token_ids) for seq in self.paces):
             return False
@@ -215,9 +220,9 @@ class DraftingScheduler(Scheduler):
         return not (seq.pauses_after_token or seq.waits_for_token)
 
     def _drafts_of(self, seq: Sequence, pace: Pace) -> tuple[list[int], bool]:
-        """Return the drafts of a sequence, and whether it may draft.
+        """Return the drafts of a sequence, and whether drafting is allowed for the sequence.
 
-        A sequence may not draft during a pause, or if it must end before a draft could be used.
+        Drafting is not allowed during a pause, or if the sequence must end before a draft could be used.
         """
         k = min(self.settings.num_speculative_tokens, seq.max_num_tokens - len(seq.token_ids) - 1)
         if (self.proposer.on_host and pace.pause) or k <= 0:

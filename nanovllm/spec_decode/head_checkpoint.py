@@ -33,10 +33,11 @@ class Eagle3Config:
 
 
 def read_eagle3_config(folder: Path, target: ModelConfig, dtype: torch.dtype, with_weights: bool) -> Eagle3Config:
-    """Read the config of the EAGLE-3 head in `folder`. `target` is the target model, and `dtype` is the engine's.
+    """Read the config of the EAGLE-3 head in `folder`. `target` is the config of the target model, and `dtype` is the
+    engine's dtype.
 
-    If the head is not supported or was made for another model, raise a ValueError or TypeError that names file and
-    value.
+    If the head is not supported or was made for another model, raise a ValueError or TypeError that names the file and
+    the value.
     """
     file = folder / "config.json"
     raw = read_json(file)
@@ -74,7 +75,7 @@ def read_eagle3_config(folder: Path, target: ModelConfig, dtype: torch.dtype, wi
 def _layer_ids(file: Path, raw: dict, num_layers: int) -> tuple[int, ...]:
     """Return the ids of the layers whose inputs the head reads.
 
-    An id in `eagle_config` refers to a layer's output. The following layer reads this output.
+    An id in `eagle_config` refers to a layer's output, which is the input of the following layer.
     """
     name = "eagle_aux_hidden_state_layer_ids"
     top_level, of_authors = raw.get(name), (raw.get("eagle_config") or {}).get(name)
@@ -89,9 +90,9 @@ def _layer_ids(file: Path, raw: dict, num_layers: int) -> tuple[int, ...]:
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the memory-mapped tensors. The names are those in `models/shared/head_models.py`.
+    """Return the head's tensors, memory-mapped, with the names that `models/shared/head_models.py` uses.
 
-    In files, the name of the layer is `midlayer` or `layers.0`. Many heads are stored as `pytorch_model.bin`, which is
+    In files, the head's layer is named `midlayer` or `layers.0`. Many heads are stored as `pytorch_model.bin`, which is
     unpickled with `weights_only=True`.
     """
     tensors: dict[str, torch.Tensor] = {}
@@ -129,9 +130,9 @@ def find_mtp_tensors(folder: Path, quantization: Any) -> dict[str, Path]:
 
 
 def read_mtp_tensors(folder: Path, quantization: Any) -> dict[str, torch.Tensor]:
-    """Return the MTP head's tensors, on the CPU. The names are those in `models/shared/head_models.py`.
+    """Return the MTP head's tensors, on the CPU, with the names that `models/shared/head_models.py` uses.
 
-    Weights are dequantized to float32. (The head is a single layer.)
+    Weights are dequantized to float32, which takes little memory, because the head is a single layer.
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, file in find_mtp_tensors(folder, quantization).items():

@@ -1,4 +1,4 @@
-"""Drafts by prompt lookup. Finds an earlier occurrence of a sequence's last tokens, and copies the tokens after it.
+"""Drafts by prompt lookup. Finds an earlier occurrence of a sequence's last tokens, and copies the next tokens.
 
 Source: Saxena, "Prompt lookup decoding" (2023).
 """
@@ -8,10 +8,10 @@ from nanovllm.spec_decode.proposer import Proposer
 
 
 class NGram(Proposer):
-    """Finds the longest n-gram that is the end of a sequence, and that also occurs earlier in the sequence.
+    """Finds the longest n-gram at the end of a sequence that also occurs earlier in the sequence.
 
-    The drafts are the tokens after the n-gram's latest earlier occurrence. If there are too few such tokens, they are
-    repeated.
+    The drafts are the tokens after the n-gram's latest earlier occurrence. If too few tokens follow the earlier
+    occurrence, the drafts repeat these tokens.
     """
 
     def __init__(self, settings):

@@ -9,7 +9,7 @@ from nanovllm.engine.sequence import Sequence
 
 @dataclass
 class Drafts:
-    """What the host knows about a sequence's drafts. Stored in `seq.feature_state["spec_decode"]`."""
+    """Records what the host knows about a sequence's drafts. Stored in `seq.feature_state["spec_decode"]`."""
 
     token_ids: list[int] = field(default_factory=list)  # -1: a token that the device drafts
     is_new: bool = True  # no step has drafted for the sequence since it was admitted
@@ -17,7 +17,7 @@ class Drafts:
 
 
 class Proposer:
-    """Makes drafts on the host. A sequence must wait until its last token has arrived there.
+    """Makes drafts on the host. A sequence must wait until its last token has reached the host.
 
     A proposer may draft wrong tokens or no tokens. `settings` is a `SpeculativeConfig`.
     """

@@ -1,7 +1,6 @@
-"""Handles steps that verify drafts. In these steps, a sequence has several rows.
+"""Handles steps that verify drafts. In a step with drafts, each sequence has k = `tokens_per_row` rows.
 
-Each sequence gets its accepted drafts and one more token. There are k = `tokens_per_row` rows per sequence. On CUDA,
-kernels replace these functions.
+Each sequence gets its accepted drafts and one more token. On CUDA, kernels replace the functions in this module.
 """
 
 from functools import partial
@@ -16,8 +15,8 @@ from nanovllm.kernels import operation
 def rows_of_drafts(k: int, req_indices: Any, num_reserved: Any, lengths: Any, last_token_ids: Any) -> tuple[Any, ...]:
     """Return request indices, `num_reserved`, lengths and token ids, each [D * k]: k rows for each of D sequences.
 
-    The first row contains the sequence's last token. Each further row contains one draft. Rows from index
-    `num_reserved` on are copies of row `num_reserved - 1`.
+    The first row contains the sequence's last token. Each further row contains one draft. Row `num_reserved` and all
+    later rows are copies of row `num_reserved - 1`.
     """
     (steps,) = arrays(torch.arange(k, device=getattr(num_reserved, "device", "cpu")))
     offsets = (steps - (steps - num_reserved[:, None] + 1).clip(0)).clip(0)  # [D, k]
@@ -32,7 +31,8 @@ def accept_drafts(
     """Return how many sampled tokens each sequence gets, as [S] int32. The maximum is k.
 
     A draft is accepted if it and all earlier drafts equal the tokens sampled at their positions. A row at the same
-    position as the previous row contains no draft. The tables receive each sequence's new length and last token.
+    position as the previous row contains no draft. This function also stores each sequence's new length and last token
+    in the tables.
     """
     k = len(token_ids) // len(req_indices)
     req_indices, positions, tokens = arrays(req_indices, positions.reshape(-1, k), token_ids.reshape(-1, k))
@@ -62,7 +62,7 @@ def place_chains(
     num_computed: torch.Tensor,
     shape: ChainShape,
 ) -> tuple[torch.Tensor, ...]:
-    """Return places for D sequences: where a drafter computes their rows, and where it reads and writes tokens.
+    """Return the places where a drafter computes the rows of D sequences, and where it reads and writes their tokens.
 
     The first tensors describe all rows [R], ordered by step:
 
@@ -78,7 +78,7 @@ def place_chains(
 
     In the first step, a sequence has `width` rows: the rows that it lacks, then copies of its last row. In each further
     step, a sequence has one row for another draft, or a copy of its previous row if no draft is left. The function sets
-    `num_computed`, which is indexed by request, to the number of computed rows. Rows of drafts are not included.
+    `num_computed`, which is indexed by request, to the number of computed rows. Rows of drafts are not counted.
     """
     num_steps, width, shift, block_size = shape
     indices, steps = req_indices.long(), torch.arange(max(width, num_steps), device=req_indices.device)

@@ -1,4 +1,4 @@
-"""Implements speculation as a step feature. The feature writes drafts to tables that the step reads."""
+"""Implements speculative decoding as a `StepFeature`. The feature writes drafts to tables that the step reads."""
 
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
@@ -33,10 +33,10 @@ class Speculation(StepFeature):
     def prepare(cls, step: ScheduledStep) -> Arrays | None:
         """Return the drafts of D sequences, and the new blocks of all sequences.
 
-        `drafts` is [D, tokens_per_row - 1], with -1 where there is no draft.
+        `drafts` [D, tokens_per_row - 1] contains -1 where there is no draft.
 
-        `behind` [B, 2] is for drafters on the device. A row describes a sequence that must catch up: its request index,
-        and whether it is new.
+        `behind` [B, 2] lists the sequences for which a drafter on the device must first compute missing rows. Each pair
+        contains the request index, and 1 if the sequence is new.
         """
         req_indices, all_reserved = (np.array(x, np.int64) for x in (step.req_indices, step.num_reserved))
         rows = (all_reserved > 1).nonzero()[0]
@@ -96,7 +96,7 @@ class Speculation(StepFeature):
             allowed_masks[arrays["mask_places"].long().unbind(1)] = arrays["masks"]
 
     def edit_logits(self, logits: torch.Tensor, rows: SamplingRows) -> None:
-        """Edit the logits so that drafts are accepted at the `synthetic_acceptance_rates`, if these are set."""
+        """Edit the logits so that drafts are accepted at the `synthetic_acceptance_rates`, if the setting is given."""
         if (rates := self.rates) is None:
             return
         req_indices, positions = rows.req_indices.long(), rows.positions.long()

@@ -26,7 +26,7 @@ def check_rates(name: str, value: Any) -> tuple[float, ...]:
 
 
 class StepCost(NamedTuple):
-    """The time of a step for some numbers of rows, in an arbitrary unit. Other times are interpolated."""
+    """The times of steps with different numbers of rows, in an arbitrary unit. Other times are interpolated."""
 
     rows: tuple[int, ...]
     times: tuple[float, ...]  # of steps with these numbers of rows; on a CPU, rows of drafts count, too
@@ -47,24 +47,24 @@ class SpeculativeConfig:
     """The settings for drafting tokens. The settings have the same names as in vLLM.
 
     method: "ngram", "suffix", "eagle3", "mtp" or "draft_model". The default is "draft_model" if there is a `model`.
-    num_speculative_tokens: the maximum number of drafts per sequence and step. This number must be given unless the
-        method is "suffix". The default for "suffix" is `suffix_decoding_max_tree_depth`, or a smaller number if the
-        blocks are small.
+    num_speculative_tokens: the maximum number of drafts per sequence and step. `num_speculative_tokens` must be given
+        for all methods except "suffix". The default for "suffix" is `suffix_decoding_max_tree_depth`, or
+        `kvcache_block_size - 1` if that is smaller.
     prompt_lookup_min, prompt_lookup_max: for "ngram", the lengths in tokens of the shortest and the longest n-gram to
         look up. Longer n-grams are tried first.
     suffix_decoding_max_tree_depth: for "suffix", the length in tokens of the longest context to look up.
-    suffix_decoding_max_cached_requests: for "suffix", how many requests are remembered. If 0, the drafts of a request
-        come only from the request itself.
+    suffix_decoding_max_cached_requests: for "suffix", how many earlier requests are remembered. If 0, the drafts of a
+        request come only from the request itself.
     suffix_decoding_max_spec_factor: for "suffix", the maximum number of drafts per token of the matched context.
     suffix_decoding_min_token_prob: for "suffix", drafting stops before the joint probability of the drafts falls below
         this value. The probability is estimated from counts of occurrences.
     model: for "draft_model" and "eagle3", the draft model or the head, given in the same way as the engine's `model`.
     revision: the revision of `model`.
     draft_tensor_parallel_size: must be 1, because each rank has the whole draft model.
-    disable_by_batch_size: drafting stops while more than this many sequences are running. `None` selects a default that
-        depends on the method and the device.
-    rejection_sample_method: "strict" or "synthetic". "synthetic" is for measurements: it accepts drafts at given rates,
-        so the text is meaningless.
+    disable_by_batch_size: no tokens are drafted while more than this many sequences are running. `None` selects a
+        default that depends on the method and the device.
+    rejection_sample_method: "strict" or "synthetic". "synthetic" is for measurements: drafts are accepted at given
+        rates, so the generated text is meaningless.
     synthetic_acceptance_rates: for "synthetic", entry i is the probability that the first i drafts are all accepted.
     """
 
@@ -113,7 +113,7 @@ def given_values(given: Any) -> dict[str, Any]:
 def read_speculative_config(config: "Config") -> SpeculativeConfig:
     """Check and resolve `config.speculative_config`, which is a dict or its JSON text.
 
-    Errors name the key, the value and the bound.
+    Errors state the key, the value and what is allowed.
     """
     given = config.speculative_config
     if isinstance(given, SpeculativeConfig):

@@ -24,8 +24,8 @@ class SuffixAutomaton:
 
     A state stands for all contexts that end at the same positions. `lengths[s]` is the length of the longest context of
     state s. `links[s]` is the suffix link of state s: the state of the longest suffix that does not belong to s.
-    `next[s]` maps a token to a state: the state of the contexts with this token added. `counts[s]` is the approximate
-    number of occurrences.
+    `next[s]` maps a token to the state of the contexts of s with this token appended. `counts[s]` is approximately how
+    often the contexts of s occur.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class SuffixAutomaton:
         self.num_tokens = 0
 
     def extend(self, state: int, token_id: int) -> int:
-        """Append a token to a text. `state` is the text's state (`ROOT` if it is empty). Return the new state."""
+        """Append a token to a text. `state` is the text's state (`ROOT` if the text is empty). Return the new state."""
         self.num_tokens += 1
         if (new := self.next[state].get(token_id)) is not None:  # another text has the same context
             if self.lengths[new] > self.lengths[state] + 1:
@@ -79,7 +79,7 @@ class SuffixAutomaton:
     def follow(self, state: int, length: int, token_id: int) -> tuple[int, int]:
         """Append a token to a context of `length` tokens.
 
-        Return the state and the length of the longest suffix in the index.
+        Return the state and the length of the new context's longest suffix that is in the index.
         """
         while state >= 0 and token_id not in self.next[state]:
             state = self.links[state]
@@ -97,7 +97,9 @@ class SuffixAutomaton:
         return state, min(length, depth)
 
     def draft(self, state: int, num_drafts: int, min_probability: float) -> list[int]:
-        """Return the most frequent continuation. The text ends before its probability falls below `min_probability`."""
+        """Return the most frequent continuation. The continuation ends before its probability falls below
+        `min_probability`.
+        """
         drafts: list[int] = []
         probability = 1.0
         while len(drafts) < num_drafts and (following := self.next[state]):
@@ -112,7 +114,7 @@ class SuffixAutomaton:
 
 @dataclass
 class Memory:
-    """The remembered texts.
+    """Stores the remembered texts.
 
     The automaton `growing` gets new texts. The automaton `old` contains older texts, and does not change.
     """
@@ -134,7 +136,7 @@ class Place:
 
 
 class Suffix(Proposer):
-    """Drafts from a memory that requests share. For privacy, a request with a `cache_salt` has a separate memory."""
+    """Makes drafts from a memory that requests share. For privacy, a request with a `cache_salt` has its own memory."""
 
     def __init__(self, settings):
         super().__init__(settings)
