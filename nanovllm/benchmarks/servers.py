@@ -31,7 +31,7 @@ class Server(NamedTuple):
 def as_flags(settings: dict[str, Any]) -> list[str]:
     """Return settings as flags. Most settings become `--name=value`, with dicts as JSON.
 
-    Bools become `--name` or `--no-name`. A setting of None is left out.
+    Bools become `--name` or `--no-name`. A setting whose value is None is left out.
     """
     flags = []
     for name, value in settings.items():

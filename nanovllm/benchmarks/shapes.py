@@ -130,8 +130,9 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %
 def write_shape(name: str, folder: Path, with_text: bool = False, with_tower: bool = False) -> None:
     """Make a model folder without weights: a shape's config.json, and a tokenizer with one token per byte.
 
-    with_text: if True, ids that are not bytes are decoded to words, because a server streams no tokens without text.
-    with_tower: if True, the model has the vision tower that is published together with the shape, if there is one.
+    with_text: if True, tokens that are not bytes are decoded to words, because a server does not stream tokens without
+        text.
+    with_tower: if True, the model also gets the shape's published vision tower, if any.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
