@@ -55,7 +55,8 @@ def _inputs_kernel(
 ):
     """Each program computes one head for a tile of a sequence's tokens.
 
-    Query heads come first, then key heads, then value heads. Programs of value heads also compute gates.
+    The programs of query heads come first, then those of key heads, then those of value heads. Programs of value heads
+    also compute gates.
     """
     gdc_launch_and_wait(PDL)
     HEADS: tl.constexpr = PLAN.heads
