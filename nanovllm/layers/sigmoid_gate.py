@@ -24,7 +24,7 @@ def gate_scores(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 class SigmoidGate(nn.Module):
-    """Multiplies each row of y by a gate, the sigmoid of x W^T. x is the layer's input."""
+    """Multiplies each row of y by a gate: the sigmoid of x W^T, where x is the layer's input."""
 
     def __init__(self, input_size: int):
         super().__init__()

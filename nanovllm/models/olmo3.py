@@ -1,4 +1,4 @@
-"""OLMo 3: norms after attention and MLP, norms over all heads of q and k, and windows in three of four layers."""
+"""OLMo 3: norms after attention and MLP, norms over all heads of q and k, and sliding windows in 3 of 4 layers."""
 
 from pathlib import Path
 from typing import ClassVar
