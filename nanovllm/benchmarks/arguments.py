@@ -25,29 +25,30 @@ headline: --num-seqs requests. Input and output lengths are distributed uniforml
     maximum.
 single: one request with --max-input-len / 8 input tokens and --max-output-len / 2 output tokens.
 prefill: --num-seqs / 8 requests. Each request has --prefill-len input tokens and one output token.
-online: --num-seqs requests arrive at each --request-rate, by default for 20 seconds (6 on a CPU). The gaps between
-    arrivals are exponentially distributed. The lengths are log-normal (sigma 0.9 for inputs, 0.7 for outputs), and are
-    cut to fit --max-model-len. On a CPU, the default rates are 30, 60 and 90% of the highest rate, which a short run
-    measures first. The p99 is left out if there are fewer than 20 requests.
+online: at each --request-rate, --num-seqs requests arrive; by default, requests arrive for 20 seconds (6 on a CPU). The
+    gaps between arrivals are exponentially distributed. Prompt and output lengths are log-normal (sigma 0.9 for
+    prompts, 0.7 for outputs), and are cut to fit --max-model-len. On a CPU, the default rates are 30, 60 and 90% of the
+    highest rate that the CPU sustains, which a short run measures first. The p99 is left out if there are fewer than 20
+    requests.
 conversations: --num-seqs conversations of --turns turns each. All conversations share a system prompt. Each question
     follows the previous answer after a pause. Pauses are exponentially distributed with the mean --pause. Each prompt
-    contains the whole conversation so far. Questions and answers have the length distributions of the workload online.
-    A conversation ends early if it reaches --max-model-len. The table shows the TTFT by turn. The lines above the table
-    show the hit rate of the prefix cache. With --swap-space, they also show the share of prompt tokens that came from
-    host memory.
-latency: first, single requests run, with 16 to 32,000 input tokens and one output token. Each input length runs
+    contains the whole conversation so far. The lengths of questions and answers are distributed as in the workload
+    online. A conversation ends early if it reaches --max-model-len. The table shows the TTFT by turn. The lines above
+    the table show the hit rate of the prefix cache. With --swap-space, the lines also show the share of prompt tokens
+    that came from host memory.
+latency: first, single requests run, with 16 to 32,000 input tokens and one output token. Each input length is measured
     --num-seqs times. Then a single sequence decodes after contexts of 100 to 30,000 tokens. Later, 8 sequences decode
-    together after contexts of the same lengths. Each context length runs three times. All lengths are bounded by
+    together after contexts of the same lengths. Each context length is measured three times. All lengths are bounded by
     --max-model-len and --max-input-len.
 batches: for each number N in --batch-sizes, N requests run together. Each request has 512 input tokens and 256 output
     tokens (128 and 64 on a CPU).
 images: first, single requests run, each with one square image and one output token. The flag --image-sizes sets the
-    sides of images in pixels (1024; on a CPU 256). Next, single requests run that have as many tokens, but no image.
-    Then --num-seqs requests (64; on a CPU 4) with one image each run together. Each has --max-output-len output tokens
-    (64; on a CPU 16). Besides its image, a prompt has 24 tokens of text. Pixels are random, and all images are
-    different. The engines get PIL images, and all times include the processing of the images. Each kind of single
-    request runs ten times. The model must accept images. With --shape, the model has the published vision tower in all
-    workloads of the run.
+    sides of images in pixels (default 1024; on a CPU 256). Next, single requests without an image run, with as many
+    tokens as the requests with an image. Then --num-seqs requests (default 64; on a CPU 4) with one image each run
+    together. Each request has --max-output-len output tokens (default 64; on a CPU 16). Besides its image, a prompt has
+    24 tokens of text. Pixels are random, and all images are different. The engines get PIL images, and all times
+    include the processing of the images. Each kind of single request runs ten times. The model must accept images. With
+    --shape, the model has the published vision tower in all workloads of the run.
 embed: computes embeddings of 512 texts of 512 tokens, then of 10,000 texts of 30 tokens (of fewer texts on a CPU). Any
     checkpoint works: nano-vllm runs with task="embed", and vLLM runs with runner="pooling".
 http: clients send requests to `nanovllm serve`, which is started on a free port. Each client sends its next request
@@ -69,9 +70,9 @@ because vLLM with FP8 compiles kernels whenever a step has a new number of token
 dtypes, --max-model-len, the number of GPUs, --swap-space and --speculative-config. If you set --max-num-seqs,
 --max-num-batched-tokens, --gpu-memory-utilization, --limit-mm-per-prompt or --mm-processor-kwargs, vLLM gets them too.
 In a run with the workload images, both engines accept one image per prompt and no videos, unless you set
---limit-mm-per-prompt. If this package loads no vision tower, vLLM gets --language-model-only. The output lists the
-versions of the engines, and the environment variables VLLM_*. With --plot FILE.svg, the results of online, latency or
-batches are drawn.
+--limit-mm-per-prompt. If this package loads no vision tower, vLLM gets the flag --language-model-only. The output lists
+the versions of the engines, and the environment variables VLLM_*. With --plot FILE.svg, the results of online, latency
+or batches are drawn.
 
 Random weights. With --shape, "model" in --speculative-config may also be the name of a shape, and the method "eagle3"
 needs no "model". Drafts from random weights are never accepted. To make both engines accept drafts at given rates, set
@@ -79,13 +80,13 @@ for example --speculative-config '{"method": "eagle3", "num_speculative_tokens":
 "synthetic", "synthetic_acceptance_rates": [0.8, 0.64]}'.
 
 Latency. The workload online is an open loop: each request is submitted when it is due, even if the engine is busy.
-Latencies are measured from the time when the request is due. TTFT is the time to first token. The "time per output
-token" is the time from the first token of a request to its last token, divided by the number of tokens after the first.
-ITL (inter-token latency) covers all gaps between consecutive tokens of a request. The longest gap between two tokens of
-a request is also reported. The decode speed includes only tokens that arrive while all sequences of a batch decode.
-Percentiles are interpolated between the two nearest values, so p50 is the median. In the workloads online and latency,
-the same loop runs the steps of both engines, and vLLM has the default settings of its server. In the workload http,
-each engine runs behind its HTTP server. The workloads headline, single, prefill, batches and images call
+Latencies of a request are measured from the time when the request is due. TTFT is the time to first token. The "time
+per output token" is the time from the first token of a request to its last token, divided by the number of tokens after
+the first. ITL (inter-token latency) covers all gaps between consecutive tokens of a request. The longest gap between
+two tokens of a request is also reported. The decode speed includes only tokens that arrive while all sequences of a
+batch decode. Percentiles are interpolated between the two nearest values, so p50 is the median. In the workloads online
+and latency, the same loop runs the steps of both engines, and vLLM has the default settings of its server. In the
+workload http, each engine runs behind its HTTP server. The workloads headline, single, prefill, batches and images call
 `LLM.generate`. The workload embed calls `LLM.embed`.
 
 Profiles. --profile traces a run of headline, single, prefill, batches or latency on a GPU, with at most 65 output
@@ -99,7 +100,8 @@ Limits. On CUDA, two columns compare the measured time with the least time that 
 on reading (weights, keys and values) and on multiplying. The column "of limit" assumes that each step either computes
 prompts or decodes, and takes its reading time or its multiplying time, whichever is longer. The column "of overlap"
 assumes that all reading of the run overlaps with all multiplying of the run. Memory bandwidth and GEMM throughput are
-measured on this device under load. If there are several ranks, both rates are multiplied by the number of ranks.
+measured on this device under load. If there are several ranks, the bandwidth and the throughput are multiplied by the
+number of ranks.
 """
 
 import argparse

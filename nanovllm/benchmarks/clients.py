@@ -17,7 +17,7 @@ MAX_SILENCE = 300.0  # seconds without any data from the server: vLLM may compil
 
 
 class AnswerError(Exception):
-    """An answer is wrong or incomplete."""
+    """Raised if an answer is wrong or incomplete."""
 
 
 class Client:

@@ -1,4 +1,7 @@
-"""Implements `nanovllm show-fused MODEL`, which lists the modules that are fused on CUDA, and can time steps."""
+"""Implements `nanovllm show-fused MODEL`, which lists the modules that are fused on CUDA.
+
+With --measure, the command also measures how long steps take.
+"""
 
 import argparse
 from collections import Counter

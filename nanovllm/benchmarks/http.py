@@ -113,7 +113,7 @@ def run_loads(engine: str, command: tuple[str, list[str]], runs: Runs, results: 
 class ClientProcesses:
     """Runs up to eight client processes.
 
-    At most one of two cores runs a client process, because the server needs the others.
+    There is at most one client process per two cores, because the server needs the other cores.
     """
 
     def __enter__(self) -> "ClientProcesses":

@@ -52,8 +52,8 @@ def kind_of(name: str) -> str:
 def profile_workloads(model: str, settings: dict, config: Config, workloads: Workloads, folder: Path) -> None:
     """Trace the last run of each workload, with at most MAX_TOKENS per output, and print the mean time per step.
 
-    The first run is a warm-up. If the warm-up had the same prompts, the prefix cache contains them, and the table
-    leaves out the prompt steps.
+    The first run is a warm-up. If the warm-up had the prompts of the traced run, the prefix cache contains them, and
+    the table leaves out the prompt steps.
     """
     profiles = {}
     with started_nanovllm(model, settings) as llm:

@@ -169,7 +169,7 @@ def in_rounds(requests: list[Request], rounds: int, vocab_size: int) -> list[lis
 
 
 def other_ids(requests: list[Request], vocab_size: int, by: int = 1) -> list[Request]:
-    """Return copies of the requests with different token ids, which are not in the prefix cache."""
+    """Return copies of the requests with token ids that the prefix cache does not contain."""
     return [replace(request, prompt=[(i + by) % vocab_size for i in request.prompt]) for request in requests]
 
 

@@ -170,7 +170,10 @@ OF_HEAD += "max_position_embeddings", "rms_norm_eps", "rope_theta"
 
 
 def write_head(folder: Path, model: Path) -> None:
-    """Make a folder with an EAGLE-3 head's config.json for a shape. The head's vocabulary has up to 32,000 tokens."""
+    """Make a folder with the config.json of an EAGLE-3 head for a shape.
+
+    The head's vocabulary has up to 32,000 tokens.
+    """
     entries = json.loads((model / "config.json").read_text())
     layer = {name: entries[name] for name in OF_HEAD} | {"model_type": "llama", "num_hidden_layers": 1}
     layer |= {"architectures": ["LlamaForCausalLMEagle3"], "torch_dtype": "bfloat16"}

@@ -47,7 +47,7 @@ class Panel:
         }
 
     def print(self, results: Results) -> None:
-        """Print the table, unless there are no results because of Ctrl-C."""
+        """Print the table if there are results. (After an early Ctrl-C, there are none.)"""
         points = {names: curve for names, curve in self.points(results).items() if curve}
         if not points:
             return

@@ -176,7 +176,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def ranges_of_rank(sizes: tuple[int, ...], tp: TensorParallel) -> tuple[range, ...]:
-    """Return the rows of a rank in a weight that concatenates layers with `sizes` rows."""
+    """Return a rank's ranges of rows, in a weight that concatenates layers with `sizes` rows."""
     starts = (sum(sizes[:i]) for i in range(len(sizes)))
     return tuple(range(start, start + size)[tp.local_slice(size)] for start, size in zip(starts, sizes))
 
@@ -189,7 +189,7 @@ def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -
     a GatedDeltaNet.
 
     rows: [B], the rows of the states to read and overwrite. Only padding may use the same row as another sequence.
-    count: None, or [1] int32: the number of sequences that are not padding.
+    count: the number of sequences that are not padding ([1] int32), or None.
     """
     n = len(rows) if count is None else int(count)
     (windows, matrices), rows = states.tensors, rows[:n].long()

@@ -7,7 +7,7 @@ from nanovllm.layers import sampler
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Pad 16-bit inputs to one of a few row counts, because oneDNN compiles about 0.5 MiB of code for each row count."""
+    """Pad 16-bit inputs to one of a few row counts, because oneDNN compiles about 0.5 MiB of code for each count."""
     rows = x.reshape(-1, x.shape[-1])
     num_padding = 0 if x.dtype is torch.float32 else padded_rows(len(rows)) - len(rows)
     if not num_padding:
@@ -27,8 +27,8 @@ def padded_rows(num_rows: int) -> int:
 def attend_one_token(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, spec):
     """If the CPU has AMX, compute a pair of bfloat16 heads one by one.
 
-    With AMX, this takes 0.4 to 0.7 times as long as computing both heads together. Without AMX, it would take 1.6 to 8
-    times as long.
+    With AMX, computing heads one by one takes 0.4 to 0.7 times as long as computing both heads together. Without AMX,
+    computing heads one by one takes 1.6 to 8 times as long.
     """
     has_amx_pairs = q.shape[2] == 2 and q.dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported()
     if spec.is_special or not has_amx_pairs:

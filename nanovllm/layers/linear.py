@@ -12,7 +12,7 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 
 @operation
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return x W^T + bias, which is [T, outputs]. x is [T, inputs], and `weight` is [outputs, inputs]."""
+    """Return x W^T + bias, which is [T, outputs]. `x` is [T, inputs], and `weight` is [outputs, inputs]."""
     return F.linear(x, weight, bias)
 
 

@@ -44,7 +44,7 @@ class Sampler(nn.Module):
         positions: torch.Tensor | None = None,
         cutoffs: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Draw token ids [S] int32 from logits [S, shard]. Column 0 belongs to token `first_id`.
+        """Draw token ids [S] int32 from logits [S, shard]. Column 0 of the logits belongs to token `first_id`.
 
         `temperatures` [S] is float32, and `positions` [S] is int32. `cutoffs` [S] is int64, and comes from
         `logit_cutoffs`. `seeds` [S, 2] is int32. By default, PyTorch's generator draws the seeds. Tokens whose keys are
@@ -171,7 +171,7 @@ class SamplingRows(NamedTuple):
     def column(self, name: str) -> torch.Tensor:
         """Return a parameter's values [S], one for each row.
 
-        Values are float32, except if the parameter is declared as an integer.
+        Values are float32, or integers if the parameter is declared as an integer.
         """
         return column(self.params, name)
 

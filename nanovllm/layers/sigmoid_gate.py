@@ -19,7 +19,7 @@ def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 
 @operation
 def gate_scores(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return x W^T, which is [T, 1]. x is [T, inputs], and `weight` is [1, inputs]."""
+    """Return x W^T, which is [T, 1]. `x` is [T, inputs], and `weight` is [1, inputs]."""
     return F.linear(x, weight)
 
 

@@ -101,9 +101,10 @@ class ModelConfig:
 
     @classmethod
     def read(cls, folder: Path, quantization: str | None = None, raw: dict | None = None) -> "ModelConfig":
-        """Read the config.json in `folder`, or use `raw`, the file's content. `quantization` is the engine's setting.
+        """Read the config.json in `folder`, or use `raw`, the file's content.
 
-        If the file is invalid or the model is not supported, raises a ValueError or TypeError that names the file.
+        `quantization` is the engine's setting `quantization`. If the file is invalid or the model is not supported,
+        raises a ValueError or TypeError that names the file.
         """
         file = folder / "config.json"
         raw = raw or read_json(file)

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 with mixtures of experts as feed-forward layers. The config can declare some layers dense."""
+"""Qwen3-MoE: Qwen3 with mixtures of experts as feed-forward layers. Checkpoints can declare some layers dense."""
 
 from pathlib import Path
 

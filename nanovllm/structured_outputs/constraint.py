@@ -27,8 +27,8 @@ class Constraint(TokenMask):
     """Restricts the next token of one sequence. A grammar, a reasoning budget, or both define the restrictions.
 
     The grammar applies to the text after the reasoning. Inside the reasoning, end-of-sequence ids are banned. The mask
-    also contains the bans of other parameters, because only all bans together show whether any token is left. The ids
-    in `stop_token_ids` are treated like end-of-sequence ids: they are allowed only where the grammar may end.
+    also contains the bans of other parameters, because all bans together decide whether any token is left. The ids in
+    `stop_token_ids` are treated like end-of-sequence ids: they are allowed only where the grammar may end.
 
     The state of a constraint depends only on the sequence's token ids, so a preemption loses nothing.
     """
@@ -194,10 +194,10 @@ class Constraint(TokenMask):
     def _with_text(self, mask: np.ndarray) -> np.ndarray:
         """Correct llguidance's mask if the mask allows only one token, and the grammar refuses this token.
 
-        If only one text can follow, llguidance allows only the first token of this text. This first token may be an
-        added token, which the grammar does not accept as text. If the tokenizer normalizes texts, the first token may
-        begin a different text than the grammar requires. The corrected mask allows only the token for the first byte of
-        the required text.
+        If only one text can follow, llguidance allows only the first token of this text. The first token of the
+        required text may be an added token, which the grammar does not accept as text. If the tokenizer normalizes
+        texts, the first token may begin a different text than the grammar requires. The corrected mask allows only the
+        token for the first byte of the required text.
         """
         text = self._matcher.compute_ff_bytes()
         if text and text[0] != TOKEN_MARKER and not self._matcher.validate_tokens([_first_id(mask)]):
@@ -268,7 +268,7 @@ def _executor(pid: int) -> Any:
 
 
 def _num_in_reasoning(reasoning: Reasoning | None) -> float:
-    """Return how many tokens of an answer precede the text of the grammar.
+    """Return how many tokens of an answer come before the text that the grammar describes.
 
     Inside the reasoning, the number is infinity.
     """

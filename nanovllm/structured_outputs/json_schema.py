@@ -200,7 +200,10 @@ def _values(schema: Any) -> set[tuple[type, Any]] | None:
 
 
 def _types(schema: Any) -> set[str] | None:
-    """Return the types of valid values. Integers are "number". If the schema does not list types, return None."""
+    """Return the types of the values that a schema allows.
+
+    Integers are "number". If the schema does not list types, return None.
+    """
     if (values := _values(schema)) is not None:
         return {{str: "string", bool: "boolean", int: "number", NoneType: "null"}[kind] for kind, _ in values}
     types = schema.get("type") if isinstance(schema, dict) else None

@@ -76,8 +76,8 @@ class CompileSandbox:
     def close(self) -> None:
         """End the processes.
 
-        In a forked child process, this method does nothing, because the child does not own the processes. This method
-        does not wait for `error_of`, because a signal handler may call it during `error_of`.
+        In a forked child process, this method does nothing, because the child does not own the processes. `close` does
+        not wait for `error_of`, because a signal handler may call `close` during `error_of`.
         """
         if os.getpid() != self._pid:
             return

@@ -122,7 +122,7 @@ def _check_range(name, value, low, high):
 
 
 def parse_json(name: str, value: Any) -> Any:
-    """Parse a string as JSON. Return any other value unchanged. Raises ValueError if the string is not JSON."""
+    """Parse a string as JSON, and return any other value unchanged. Raises ValueError if the string is not JSON."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError as error:

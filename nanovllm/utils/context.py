@@ -18,8 +18,8 @@ _UNSET: Any = None  # outside a step
 class Context:
     """Describes the B sequences of a step. The T new tokens of all sequences are concatenated.
 
-    The first `num_decode_rows` sequences have one new token each. If `is_prefill` is True, the sequences after them
-    have chunks of prompts. Attention reads all keys from the cache, including the keys of this step.
+    The first `num_decode_rows` sequences have one new token each. If `is_prefill` is True, the remaining sequences have
+    chunks of prompts. Attention reads all keys from the cache, including the keys of this step.
     """
 
     is_prefill: bool = False  # whether there are chunks of prompts

@@ -21,7 +21,10 @@ MODELS |= {
 
 
 def find_model_type(raw: dict, file: Path) -> str:
-    """Return the key of MODELS that fits a config.json. If `model_type` is unknown, other entries decide."""
+    """Return the key of MODELS that fits a config.json.
+
+    If `model_type` is unknown, other entries of config.json decide.
+    """
     model_type = str(raw.get("model_type"))
     return model_type if model_type in MODELS else find_by_architecture(raw, file)
 
@@ -29,7 +32,8 @@ def find_model_type(raw: dict, file: Path) -> str:
 def find_by_architecture(raw: dict, file: Path) -> str:
     """Return the key of MODELS that fits the `text_config` or the `architectures` of a config.json.
 
-    If there is a `text_config`, this function imports the text model's family. Raises ValueError if no key fits.
+    If there is a `text_config`, this function imports the text model's family. Raises ValueError if no key of MODELS
+    fits.
     """
     text, architectures = raw.get("text_config"), raw.get("architectures") or ()
     text_type = text.get("model_type") if isinstance(text, dict) else None

@@ -60,11 +60,11 @@ def add_flags(
 ) -> None:
     """Add a group of flags, one for each field, such as `--like-this`.
 
-    Flags that are not used are not in the parsed namespace.
+    The parsed namespace contains only flags that are used.
 
     several: fields whose flags take several values. All other flags take one value, and are repeated to pass several
         values.
-    defaults: texts for defaults that differ from the fields' defaults.
+    defaults: help texts for defaults that differ from the fields' defaults.
     """
     group = parser.add_argument_group(title)
     help_texts = descriptions(settings)

@@ -25,7 +25,7 @@ def import_libraries(settings: Mapping[str, Any]) -> None:
 
     If `settings` do not choose a CPU, CUDA is initialized, and forks of this process can't use CUDA. Garbage collection
     skips the imported objects. A missing library raises no error before it is used. After Ctrl-C, the process ends with
-    status 130, without waiting for the imports.
+    exit status 130, without waiting for the imports.
     """
     if "torch" in sys.modules:
         return
@@ -86,7 +86,7 @@ def _import_modules(native: Future) -> None:
 class _DistributionsOfPackages(Mapping[str, list[str]]):
     """A lazy `importlib.metadata.packages_distributions()`.
 
-    The metadata of all installed packages is read only if a package's name differs from its distribution's name.
+    If a package's name differs from its distribution's name, the metadata of all installed packages is read.
     """
 
     @cached_property

@@ -62,7 +62,7 @@ def parameter(
 ) -> nn.Parameter:
     """Make a parameter with a `weight_loader(parameter, loaded_weight, *shard_id)`.
 
-    The loader returns the part of the parameter that it has filled.
+    The weight loader returns the part of the parameter that it has filled.
 
     By default, the parameter has the dtype of the model under construction. In a quantized model, parameters with
     `is_linear` get a shape but no memory, because a weight format will replace them.
@@ -126,9 +126,9 @@ def load_model(
     tensors share a parameter, the loader also gets a shard id. With `show_progress`, a bar is shown if there are
     several files and loading takes more than BAR_DELAY seconds.
 
-    If a tensor is missing, unexpected or in two files, raises a ValueError that names the tensor. Raises the same error
-    if a shape is wrong, a dtype is not floating point, or a value is NaN or infinite. If a file is broken or missing,
-    raises a ValueError or FileNotFoundError that names the file.
+    If a tensor is missing, unexpected or in two files, raises a ValueError that names the tensor. Also raises a
+    ValueError that names the tensor if a shape is wrong, a dtype is not floating point, or a value is NaN or infinite.
+    If a file is broken or missing, raises a ValueError or FileNotFoundError that names the file.
     """
     if model.config.quantization:
         model.config.quantization.prepare(model, device)
@@ -192,7 +192,7 @@ def find_model_tensors(model: nn.Module, folder: Path) -> dict[str, StoredTensor
 
 
 def is_unused(model: nn.Module, name: str) -> bool:
-    """Return whether `model` ignores a checkpoint tensor with this name."""
+    """Return whether `model` ignores a checkpoint tensor with the name `name`."""
     tied = (HEAD,) if model.config.tie_word_embeddings else ()  # the embedding is the head
     scales = model.config.quantization.unused_tensors if model.config.quantization else ()
     # old checkpoints of Llama store the frequencies of the rotary embedding, which config.json defines

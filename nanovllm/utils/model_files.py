@@ -26,7 +26,7 @@ def find_model(model: str, revision: str | None = None, with_weights: bool = Tru
 def check_model(model: str, revision: str | None = None) -> None:
     """Raise the errors of `find_model` and `find_model_type`. Commands call this function before they import PyTorch.
 
-    A hub id "owner/name" is not checked, because the model's loading looks it up on the hub.
+    A hub id "owner/name" is not checked, because it is looked up on the hub when the model is loaded.
     """
     if "/" in model and HUB_ID.fullmatch(model) and not Path(model).is_dir():
         return

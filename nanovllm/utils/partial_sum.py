@@ -1,4 +1,4 @@
-"""Defines sums that are not computed yet. The kernel that needs a sum first adds the summands."""
+"""Defines sums that are not computed yet. Before a kernel uses such a sum, the kernel adds the summands."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Computes frequencies of rotary embeddings, which can be scaled to contexts that are longer than in training."""
+"""Computes the frequencies of rotary embeddings, and scales them to contexts that are longer than in training."""
 
 import math
 from collections.abc import Mapping

@@ -9,7 +9,7 @@ POLICIES = {"fcfs": "nanovllm.engine.scheduling_policy:FCFS", "priority": "nanov
 def check_policy(name: str, policy: Any) -> Any:
     """Return `policy`.
 
-    Raises ValueError if it is an unknown name, and TypeError if it is neither a name nor a policy.
+    Raises ValueError if `policy` is an unknown name, and TypeError if `policy` is neither a name nor a policy.
     """
     if isinstance(policy, str):
         if policy not in POLICIES:

@@ -39,9 +39,9 @@ def _inverse(system, IS_FLOAT32: tl.constexpr):
     """Invert a lower triangular matrix with ones on the diagonal.
 
     `system` [CHUNK, CHUNK] contains the part of the matrix below the diagonal. If A' is the inverse of A and C' is the
-    inverse of C, the inverse of [[A, 0], [B, C]] is [[A', 0], [-C' B A', C']]. Each iteration therefore doubles the
-    size of the inverted blocks. Elements of 16 bits are precise enough for the inverse. Keys have norm 1, and betas and
-    decays are at most 1, so no element exceeds 1.
+    inverse of C, the inverse of [[A, 0], [B, C]] is [[A', 0], [-C' B A', C']]. By this formula, each iteration doubles
+    the size of the inverted blocks. Elements of 16 bits are precise enough for the inverse. Keys have norm 1, and betas
+    and decays are at most 1, so no element exceeds 1.
     """
     DTYPE: tl.constexpr = tl.float32 if IS_FLOAT32 else tl.float16
     i = tl.arange(0, CHUNK)

@@ -165,8 +165,8 @@ def rule_inputs(
 ) -> RuleInputs:
     """Compute the inputs of the delta rule, with q, k and v in `dtype`.
 
-    The result contains rows for each decoding sequence: first `plan.kept` rows for the previous step's drafts, then
-    `plan.rows` rows for this step's tokens.
+    For each decoding sequence, the result contains `plan.kept` rows for drafts of the previous step, followed by
+    `plan.rows` rows for tokens of this step.
     """
     heads, x, states = operands
     if plan.rows:

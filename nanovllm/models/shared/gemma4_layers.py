@@ -70,7 +70,10 @@ class Gemma4Router(nn.Module):
 
 
 class Gemma4ExpertsLayer(Gemma4DecoderLayer):
-    """Adds the output of the MLP to the output of experts. MLP and experts have the same input, but separate norms."""
+    """Adds the output of the MLP to the output of the experts.
+
+    MLP and experts have the same input, but separate norms.
+    """
 
     def __init__(self, config: ModelConfig, self_attn: nn.Module, mlp: nn.Module):
         super().__init__(config, self_attn, mlp)

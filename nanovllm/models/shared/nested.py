@@ -15,7 +15,7 @@ TOWER_PREFIX = "model.visual."
 class NestedModel(nn.Module):
     """Contains a decoder, `language_model`, and optionally a VisionTower, `visual`.
 
-    Checkpoints use the same two names.
+    Checkpoints also use the names `language_model` and `visual`.
     """
 
     def __init__(self, language_model: nn.Module):
