@@ -19,81 +19,89 @@
 
 In a clone of the repository, `python bench.py` accepts the same arguments.
 
-Workloads. All requests have random token ids and temperature 0.6, and ignore the end-of-sequence token:
+Workloads. All requests have random token ids and temperature 0.6, and ignore the end-of-sequence token.
 
 headline: --num-seqs requests. Input and output lengths are distributed uniformly between a tenth of the maximum and the
     maximum.
 single: one request with --max-input-len / 8 input tokens and --max-output-len / 2 output tokens.
 prefill: --num-seqs / 8 requests. Each request has --prefill-len input tokens and one output token.
-online: --num-seqs requests for each --request-rate; by default, 20 seconds of requests (6 seconds on a CPU). The gaps
-    between arrivals are exponentially distributed. The lengths are log-normal (sigma 0.9 for inputs, 0.7 for outputs),
-    and are scaled down to fit --max-model-len. On a CPU, a short run first measures the highest rate, and the default
-    rates are 30, 60 and 90% of that rate. The p99 is left out if there are fewer than 20 requests.
-conversations: --num-seqs conversations of --turns turns, which share a system prompt. Each question follows the
-    previous answer after a pause, which is distributed exponentially with the mean --pause. The prompt is the whole
-    conversation. The lengths have the same distributions as in the workload online. A conversation ends early if it
-    reaches --max-model-len. The table shows the TTFT by turn. The lines above the table show the hit rate of the prefix
-    cache and, with --swap-space, the share of tokens that came from host memory.
-latency: first, single prompts of 16 to 32,000 tokens with one output token. Each length runs --num-seqs times. Then a
-    single sequence decodes after contexts of 100 to 30,000 tokens. Later, 8 sequences together do the same. Each of
-    these lengths runs three times. --max-model-len and --max-input-len bound the lengths.
-batches: for each number in --batch-sizes, this number of requests with 512 input and 256 output tokens (128 and 64 on a
-    CPU).
-images: first, single requests with one image of --image-sizes pixels on each side (1024; on a CPU 256), with one output
-    token. Single texts with as many tokens follow. Then --num-seqs requests with one image each (64; on a CPU 4) have
-    --max-output-len output tokens (64; on a CPU 16). A prompt has 24 tokens of text. Pixels are random, and all images
-    are different. The engines get PIL images, and all times include reading the images. Single requests and texts run
-    ten times. The model must take images. With --shape, the model of the whole run has the published vision tower.
-embed: embeddings of 512 texts of 512 tokens, then of 10,000 texts of 30 tokens (fewer texts on a CPU). Any checkpoint
-    works: nano-vllm runs with task="embed", and vLLM runs with runner="pooling".
-http: clients of `nanovllm serve`, which is started on a free port. Each client sends its next request when its previous
-    request is answered. Each value of --clients makes a row of the table: 64x256/128 means 64 clients that stream
-    answers of 128 tokens to prompts of 256 tokens. A row such as 256x200/256-chat sends conversations. A row such as
-    512x128/128-whole does not stream. --num-seqs is the number of requests per row.
-host: no model runs. A fake device returns random tokens immediately. One table shows how long a decode step of 1 to
-    1,024 sequences takes to schedule, to prepare and to process. Another table shows the CPU time of a step of 512
-    sequences. It includes all work until the caller of `generate` or `stream` gets the text. The time of a Python loop
-    shows how fast the machine is.
+online: at each --request-rate, --num-seqs requests arrive; by default, requests arrive for 20 seconds (6 on a CPU). The
+    gaps between arrivals are exponentially distributed. Prompt and output lengths are log-normal (sigma 0.9 for
+    prompts, 0.7 for outputs), and are cut to fit --max-model-len. On a CPU, the default rates are 30, 60 and 90% of the
+    highest rate that the CPU sustains, which a short run measures first. The p99 is left out if there are fewer than 20
+    requests.
+conversations: --num-seqs conversations of --turns turns each. All conversations share a system prompt. Each question
+    follows the previous answer after a pause. Pauses are exponentially distributed with the mean --pause. Each prompt
+    contains the whole conversation so far. The lengths of questions and answers are distributed as in the workload
+    online. A conversation ends early if it reaches --max-model-len. The table shows the TTFT by turn. The lines above
+    the table show the hit rate of the prefix cache. With --swap-space, the lines also show the share of prompt tokens
+    that came from host memory.
+latency: first, single requests run, with 16 to 32,000 input tokens and one output token. Each input length is measured
+    --num-seqs times. Then a single sequence decodes after contexts of 100 to 30,000 tokens. Later, 8 sequences decode
+    together after contexts of the same lengths. Each context length is measured three times. All lengths are bounded by
+    --max-model-len and --max-input-len.
+batches: for each number N in --batch-sizes, N requests run together. Each request has 512 input tokens and 256 output
+    tokens (128 and 64 on a CPU).
+images: first, single requests run, each with one square image and one output token. The flag --image-sizes sets the
+    sides of images in pixels (default 1024; on a CPU 256). Next, single requests without an image run, with as many
+    tokens as the requests with an image. Then --num-seqs requests (default 64; on a CPU 4) with one image each run
+    together. Each request has --max-output-len output tokens (default 64; on a CPU 16). Besides its image, a prompt has
+    24 tokens of text. Pixels are random, and all images are different. The engines get PIL images, and all times
+    include the processing of the images. Each kind of single request runs ten times. The model must accept images. With
+    --shape, the model has the published vision tower in all workloads of the run.
+embed: computes embeddings of 512 texts of 512 tokens, then of 10,000 texts of 30 tokens (of fewer texts on a CPU). Any
+    checkpoint works: nano-vllm runs with task="embed", and vLLM runs with runner="pooling".
+http: clients send requests to `nanovllm serve`, which is started on a free port. Each client sends its next request
+    when its previous request is answered. Each value of --clients makes a row of the table: 64x256/128 means 64 clients
+    that send prompts of 256 tokens and get streamed answers of 128 tokens. In a row such as 256x200/256-chat, clients
+    send chat requests. In a row such as 512x128/128-whole, answers are not streamed. The flag --num-seqs sets the
+    number of requests per row.
+host: no model runs. A fake device returns random tokens immediately. One table shows how long it takes to schedule, to
+    prepare and to process a decode step of 1 to 1,024 sequences. Another table shows the CPU time of a step of 512
+    sequences, until the caller of `generate` or `stream` has the text. The printed time of a Python loop shows how fast
+    the machine is.
 
-Runs. Each workload first runs once as a warm-up with different token ids. The warm-ups of online and conversations have
-a quarter of the requests. All decode runs of latency have the same ids. After the warm-up, the workloads headline,
-single, prefill, batches, embed and images run --rounds times, each time with different ids. The fastest run is
-reported. One run is not enough, because vLLM with FP8 compiles kernels whenever a step has a new number of tokens, even
-after the warm-up. With --compare, each engine runs in a separate process. All settings of vLLM are its defaults, except
-for the model, the dtypes, --max-model-len, the number of GPUs, --swap-space and --speculative-config. If you set
---max-num-seqs, --max-num-batched-tokens, --gpu-memory-utilization, --limit-mm-per-prompt or --mm-processor-kwargs, vLLM
-gets them too. In a run with the workload images, both engines accept one image per prompt and no videos, unless you set
---limit-mm-per-prompt. If this package loads no vision tower, vLLM gets --language-model-only. The output lists the
-versions of the engines, and the environment variables VLLM_*. --plot FILE.svg draws the results of online, latency or
-batches.
+Runs. Each workload first runs once as a warm-up, with other token ids than the measured runs. The warm-ups of the
+workloads online and conversations have a quarter of the requests. In the workload latency, all decode runs with the
+same context length have the same token ids. After the warm-up, the workloads headline, single, prefill, batches, embed
+and images run --rounds times, each time with different token ids. The fastest run is reported. One run is not enough,
+because vLLM with FP8 compiles kernels whenever a step has a new number of tokens, even after the warm-up. With
+--compare, each engine runs in a separate process. All settings of vLLM are its defaults, except for the model, the
+dtypes, --max-model-len, the number of GPUs, --swap-space and --speculative-config. If you set --max-num-seqs,
+--max-num-batched-tokens, --gpu-memory-utilization, --limit-mm-per-prompt or --mm-processor-kwargs, vLLM gets them too.
+In a run with the workload images, both engines accept one image per prompt and no videos, unless you set
+--limit-mm-per-prompt. If this package loads no vision tower, vLLM gets the flag --language-model-only. The output lists
+the versions of the engines, and the environment variables VLLM_*. With --plot FILE.svg, the results of online, latency
+or batches are drawn.
 
 Random weights. With --shape, "model" in --speculative-config may also be the name of a shape, and the method "eagle3"
 needs no "model". Drafts from random weights are never accepted. To make both engines accept drafts at given rates, set
 for example --speculative-config '{"method": "eagle3", "num_speculative_tokens": 2, "rejection_sample_method":
 "synthetic", "synthetic_acceptance_rates": [0.8, 0.64]}'.
 
-Latency. Online is an open loop: each request is submitted when it is due, even if the engine is busy. Latencies are
-measured from the due time. TTFT is the time to first token. "time per output token" is the time from the first token of
-a request to its last token, divided by the number of tokens after the first. ITL (inter-token latency) covers all gaps
-between consecutive tokens of a request. The longest gap of a request is also reported. The decode speed includes only
-tokens that arrive while all sequences of a batch decode. Percentiles are interpolated between the two nearest values,
-so p50 is the median. In online and latency, the same loop runs the steps of both engines, and vLLM has the defaults of
-its server. In http, each engine runs behind its HTTP server. The workloads headline, single, prefill, batches and
-images call `LLM.generate`. The workload embed calls `LLM.embed`.
+Latency. The workload online is an open loop: each request is submitted when it is due, even if the engine is busy.
+Latencies of a request are measured from the time when the request is due. TTFT is the time to first token. The "time
+per output token" is the time from the first token of a request to its last token, divided by the number of tokens after
+the first. ITL (inter-token latency) covers all gaps between consecutive tokens of a request. The longest gap between
+two tokens of a request is also reported. The decode speed includes only tokens that arrive while all sequences of a
+batch decode. Percentiles are interpolated between the two nearest values, so p50 is the median. In the workloads online
+and latency, the same loop runs the steps of both engines, and vLLM has the default settings of its server. In the
+workload http, each engine runs behind its HTTP server. The workloads headline, single, prefill, batches and images call
+`LLM.generate`. The workload embed calls `LLM.embed`.
 
 Profiles. --profile traces a run of headline, single, prefill, batches or latency on a GPU, with at most 65 output
-tokens per request. A table shows each kind of kernel's mean time per step, in microseconds. The first row covers the
-steps up to the last step that computes prompts. The second row covers all later steps, which decode. Kernels overlap,
-so the time of a kernel is measured from the end of the previous kernel. "products" are the GEMMs of the layers, and
-include operations that are fused into the GEMMs. "limit" is the least time that the hardware needs for a mean step of
-the row.
+tokens per request. A table shows the mean time per step of each kind of kernel, in microseconds. The first row of a
+workload covers the steps up to the last step that computes prompts. The second row covers all later steps, which
+decode. Kernels overlap, so the time of a kernel is measured from the end of the previous kernel. The column "products"
+shows the GEMMs of the layers, including operations that are fused into the GEMMs. The column "limit" shows the least
+time that the hardware needs for a mean step of the row.
 
 Limits. On CUDA, two columns compare the measured time with the least time that the hardware needs. A step spends time
 on reading (weights, keys and values) and on multiplying. The column "of limit" assumes that each step either computes
-prompts or decodes. A step then takes its reading time or its multiplying time, whichever is longer. The column "of
-overlap" assumes that all reading of the run overlaps with all multiplying of the run. Memory bandwidth and GEMM
-throughput are measured on this device under load. If there are several ranks, both rates are multiplied by their
-number.
+prompts or decodes, and takes its reading time or its multiplying time, whichever is longer. The column "of overlap"
+assumes that all reading of the run overlaps with all multiplying of the run. Memory bandwidth and GEMM throughput are
+measured on this device under load. If there are several ranks, the bandwidth and the throughput are multiplied by the
+number of ranks.
 """
 
 import argparse

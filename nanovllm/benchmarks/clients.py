@@ -1,7 +1,7 @@
-"""Runs HTTP clients as a program.
+"""A program that runs HTTP clients.
 
 The clients must not be the bottleneck, so `http.py` runs several processes, which import only the standard library.
-Each process receives pickled arguments for `drive`.
+Each process receives pickled arguments for the function `drive` on standard input.
 """
 
 import pickle
@@ -17,7 +17,7 @@ MAX_SILENCE = 300.0  # seconds without any data from the server: vLLM may compil
 
 
 class AnswerError(Exception):
-    """An answer is wrong or incomplete."""
+    """Raised if an answer is wrong or incomplete."""
 
 
 class Client:
@@ -33,7 +33,7 @@ class Client:
         self.socket.sendall(request)
 
     def receive(self) -> bool:
-        """Receive data of the answer, and return whether the answer is complete.
+        """Receive more data of an answer, and return whether the answer is complete.
 
         If the data contains new tokens, `times` gets a new element: the seconds since the request was sent.
         """
@@ -64,7 +64,7 @@ class Client:
         self._status, self._num_missing = int(match[1]), int(length[1]) if length else -1
 
     def _read_chunks(self, data: bytes) -> bool:
-        """Add all complete chunks to the body, and return whether the body is complete."""
+        """Add all complete chunks to the answer's body, and return whether the body is complete."""
         while data:
             size_text, _, chunk = data.partition(b"\r\n")
             try:

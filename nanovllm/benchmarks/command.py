@@ -20,7 +20,10 @@ from nanovllm.utils.model_files import check_model
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
-    """Run the command. `arguments` defaults to the command line of the process. Ctrl-C ends it with status 130."""
+    """Run the command.
+
+    `arguments` defaults to the command line of the process. Ctrl-C ends the process with exit status 130.
+    """
     try:
         _main(arguments, prog)
     except KeyboardInterrupt:

@@ -1,4 +1,7 @@
-"""Implements `nanovllm show-fused MODEL`, which lists modules that are fused on CUDA, and measures steps."""
+"""Implements `nanovllm show-fused MODEL`, which lists the modules that are fused on CUDA.
+
+With --measure, the command also measures how long steps take.
+"""
 
 import argparse
 from collections import Counter
@@ -102,7 +105,10 @@ def without(names: tuple[str, ...]) -> Iterator[None]:
 def step_times(
     model: str, settings: dict[str, Any], left_out: tuple[str, ...] = ("no such class",)
 ) -> dict[str, float]:
-    """Return the microseconds per kind of step (minimum of 3 runs), without the fused forms in `left_out`."""
+    """Return the time of each kind of step in microseconds (minimum of 3 runs).
+
+    The fused forms in `left_out` are disabled.
+    """
     from nanovllm import LLM, SamplingParams
 
     with without(left_out), LLM(model, device="cuda", enable_prefix_caching=False, **settings) as llm:

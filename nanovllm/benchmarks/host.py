@@ -93,11 +93,11 @@ def host_calls(llm: LLM, requests: list[Request], rounds: int = 3) -> dict[str, 
 
 
 class FakeDevice:
-    """A device that finishes each step immediately, with random token ids.
+    """A fake device that finishes each step immediately, with random token ids.
 
     `FakeDevice.launch` replaces `BatchRunner.launch`.
 
-    decoding_since: the process's CPU time in seconds at the launch of the first decode step.
+    decoding_since: the CPU time of this process at the launch of the first decode step, in seconds.
     """
 
     def __init__(self, num_seqs: int, vocab_size: int):

@@ -30,7 +30,7 @@ LEAST_CPU = 5  # percent of a core; processes and threads that use less are not 
 
 
 class Load(NamedTuple):
-    """A row of the workload's table.
+    """A row of the table that the workload `http` prints.
 
     `kind` is "" for streamed completions, "whole" for completions that are not streamed, and "chat" for streamed chat
     answers.
@@ -76,8 +76,8 @@ class LoadResult(Result):
 def compare_servers(args: argparse.Namespace, settings: dict, config: Config) -> tuple[Results, list[RuntimeError]]:
     """Send the same requests to one server after another. Return the results, and the errors of servers that failed.
 
-    A server fails if it does not start or if an answer is wrong. The results of its earlier loads are kept. An error of
-    the first server is raised.
+    A server fails if it does not start or if an answer is wrong. If a server fails, the results of its earlier loads
+    are kept. If the first server fails, its error is raised.
     """
     commands = {
         "nanovllm": ("nanovllm", ["serve", args.model, *as_flags(settings), *args.server_flags]),
@@ -111,7 +111,10 @@ def run_loads(engine: str, command: tuple[str, list[str]], runs: Runs, results: 
 
 
 class ClientProcesses:
-    """Runs up to eight client processes, but at most one per two cores: the server needs the remaining cores."""
+    """Runs up to eight client processes.
+
+    There is at most one client process per two cores, because the server needs the other cores.
+    """
 
     def __enter__(self) -> "ClientProcesses":
         # -I, because files in this folder have the same names as other modules; a new session, so that Ctrl-C does not

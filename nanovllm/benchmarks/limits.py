@@ -24,8 +24,8 @@ class Rates(NamedTuple):
 class Limits(NamedTuple):
     """The shortest times that a run can take, in seconds.
 
-    stepwise: each step either computes prompts or decodes, and reading overlaps with multiplying within the step.
-    overlap: all reading of the run overlaps with all multiplying of the run.
+    stepwise: assumes that each step either computes prompts or decodes, and that a step reads while it multiplies.
+    overlap: assumes that all reading of the run overlaps with all multiplying of the run.
     """
 
     stepwise: float
@@ -61,9 +61,9 @@ def limits(requests: list[Request], config: Config, rates: Rates) -> Limits:
 
 
 def least_steps(requests: list[Request], config: Config, rates: Rates) -> tuple[Steps, Steps]:
-    """Return the reading and multiplying times of a run's prompt steps, and those of its decode steps.
+    """Return the reading and multiplying time of each step: a list for prompt steps, and a list for decode steps.
 
-    All requests arrive at the same time. The requests start in order. A request starts as soon as fewer than
+    All requests are assumed to arrive at the same time, and to start in order. A request starts as soon as fewer than
     `max_num_seqs` requests are running.
     """
     costs, waiting = StepCosts(config, rates), iter(requests)

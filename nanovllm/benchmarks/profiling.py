@@ -1,4 +1,4 @@
-"""Profiles a run of each workload: writes a trace, and prints each kind of kernel's mean time per step."""
+"""Profiles a run of each workload: writes a trace, and prints the mean time per step of each kind of kernel."""
 
 import json
 import re
@@ -52,8 +52,8 @@ def kind_of(name: str) -> str:
 def profile_workloads(model: str, settings: dict, config: Config, workloads: Workloads, folder: Path) -> None:
     """Trace the last run of each workload, with at most MAX_TOKENS per output, and print the mean time per step.
 
-    The first run is a warm-up. If both runs have the same prompts, the traced run finds them in the prefix cache. The
-    table then leaves out the prompt step.
+    The first run is a warm-up. If the warm-up had the prompts of the traced run, the prefix cache contains them, and
+    the table leaves out the prompt steps.
     """
     profiles = {}
     with started_nanovllm(model, settings) as llm:
@@ -109,10 +109,10 @@ def split(events: list[Event]) -> tuple[list[Event], list[Event]]:
 
 
 def times_by_kind(events: list[Event]) -> Counter[str]:
-    """Return the microseconds of each kind of kernel.
+    """Return the time of each kind of kernel in microseconds.
 
     Kernels overlap, so the time of a kernel is measured from the end of the previous kernel. The last GEMM before a
-    sampler kernel is the output head. If no kernel runs, the time is shown as idle.
+    sampler kernel counts as the output head. Time in which no kernel runs counts as idle.
     """
     times: Counter[str] = Counter()
     now, last_product = events[0].begin if events else 0.0, 0.0

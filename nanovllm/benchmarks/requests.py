@@ -15,7 +15,7 @@ SYSTEM_PROMPT = 4  # the length of the prompt that all conversations share, divi
 
 @dataclass(frozen=True)
 class RandomImage:
-    """A square image of random pixels. The side is in pixels. Other seeds give other pixels."""
+    """A square image of random pixels. `side` is in pixels. Different seeds give different pixels."""
 
     side: int
     seed: str
@@ -33,9 +33,9 @@ class Request:
     """A request of a benchmark.
 
     arrival: when the request is due, in seconds from the start of the run.
-    previous: the index of the conversation's previous turn, if there is one. In that case, `prompt` is appended to the
-        prompt and answer of the previous turn, and `arrival` is measured from the end of that answer.
-    image: the image, if there is one. In that case, `prompt` contains the placeholder of an image once.
+    previous: the index of the conversation's previous turn, if there is one. For a turn that follows another, `prompt`
+        is appended to the previous prompt and answer, and `arrival` is measured from the end of the previous answer.
+    image: the image, or None. If there is an image, `prompt` contains its placeholder once.
     """
 
     prompt: list[int]
@@ -47,7 +47,10 @@ class Request:
     image: RandomImage | None = None
 
     def as_prompt(self) -> dict[str, Any]:
-        """Return a prompt for `LLM.generate`, both of this package and of vLLM. Drawing an image takes milliseconds."""
+        """Return a prompt for `LLM.generate`, in a form that this package and vLLM accept.
+
+        Drawing an image takes milliseconds.
+        """
         images = {"multi_modal_data": {"image": self.image.draw()}} if self.image else {}
         return {"prompt_token_ids": self.prompt, **images}
 
@@ -67,7 +70,7 @@ def random_ids(rng: random.Random, length: int, vocab_size: int) -> list[int]:
 def headline(num_seqs: int, max_input_len: int, max_output_len: int, seed: int, vocab_size: int) -> list[Request]:
     """Make the requests of the workload `headline`. One random generator draws all prompts, then all output lengths.
 
-    With seed 0 and the default lengths, there are 133,966 output tokens.
+    With seed 0 and the default lengths, the requests have 133,966 output tokens in total.
     """
     rng = random.Random(seed)
     num_ids = min(10_001, vocab_size)
@@ -83,7 +86,7 @@ def same_lengths(num_seqs: int, input_len: int, output_len: int, seed: int | str
 
 
 def with_images(num_seqs: int, side: int, output_len: int, seed: str, image_token_id: int) -> list[Request]:
-    """Make requests with one image each. The ids of the text are less than `image_token_id`."""
+    """Make requests with one image each. All token ids of the text are less than `image_token_id`."""
     rng, requests = random.Random(seed), []
     for i in range(num_seqs):
         before, after = (random_ids(rng, length, image_token_id) for length in IMAGE_TEXT)
@@ -120,11 +123,11 @@ def conversations(
     seed: int,
     vocab_size: int,
 ) -> list[Request]:
-    """Make conversations that share a system prompt. A conversation ends early at `max_model_len`.
+    """Make conversations that share a system prompt. A conversation ends early if it reaches `max_model_len`.
 
-    turns: the least and the greatest number of turns.
-    pause: the mean time in seconds between an answer and the next question. First questions arrive within `5 * pause`
-        seconds.
+    turns: the least and the greatest number of turns of a conversation.
+    pause: the mean time in seconds between an answer and the next question. The first questions of all conversations
+        arrive within `5 * pause` seconds.
     medians: the median lengths of a question and of an answer, in tokens.
     """
     rng = random.Random(f"conversations {seed}")
@@ -158,12 +161,15 @@ def fit(input_len: int, output_len: int, max_model_len: int) -> list[int]:
 
 
 def in_rounds(requests: list[Request], rounds: int, vocab_size: int) -> list[list[Request]]:
-    """Return a warm-up and `rounds` runs, each with different token ids. The last run has the ids of `requests`."""
+    """Return a warm-up and `rounds` runs, each with different token ids.
+
+    The last run has the token ids of `requests`.
+    """
     return [other_ids(requests, vocab_size, by) for by in range(rounds, -1, -1)]
 
 
 def other_ids(requests: list[Request], vocab_size: int, by: int = 1) -> list[Request]:
-    """Return copies of the requests with different token ids, which are not in the prefix cache."""
+    """Return copies of the requests with token ids that the prefix cache does not contain."""
     return [replace(request, prompt=[(i + by) % vocab_size for i in request.prompt]) for request in requests]
 
 

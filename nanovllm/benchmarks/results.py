@@ -50,7 +50,10 @@ def percentile(values: list[float], p: float) -> float:
 
 
 def latencies(token_times: list[list[float]]) -> dict[str, list[float]]:
-    """Return latencies in seconds, as defined in the command's help. A request with one token has only a TTFT."""
+    """Return latencies in seconds, as defined in the command's help.
+
+    A request with one output token has only a TTFT.
+    """
     gaps = [[b - a for a, b in pairwise(times)] for times in token_times if len(times) > 1]
     return {
         "TTFT": [times[0] for times in token_times if times],

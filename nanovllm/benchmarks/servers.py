@@ -31,7 +31,7 @@ class Server(NamedTuple):
 def as_flags(settings: dict[str, Any]) -> list[str]:
     """Return settings as flags. Most settings become `--name=value`, with dicts as JSON.
 
-    Bools become `--name` or `--no-name`. A setting of None is left out.
+    Bools become `--name` or `--no-name`. A setting whose value is None is left out.
     """
     flags = []
     for name, value in settings.items():
@@ -97,7 +97,7 @@ def wait_until_ready(process: subprocess.Popen, port: int) -> None:
 
 
 def end(process: subprocess.Popen) -> None:
-    """End the server with SIGTERM, as a user would. Then kill the remaining processes of the server's session."""
+    """End the server with SIGTERM, as a user would, and then kill the remaining processes of the server's session."""
     try:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -116,7 +116,7 @@ Threads = dict[tuple[int, int], tuple[str, float]]  # by the ids of process and 
 def cpu_times(server: Server, since: Threads | None = None) -> Threads:
     """Return the CPU time of each server thread, or {} outside Linux.
 
-    If `since` (an earlier result) is given, return only the CPU time since then.
+    If an earlier result is given as `since`, return only the CPU time that was used after it.
     """
     threads: Threads = {}
     for stat in Path("/proc").glob("[0-9]*/task/[0-9]*/stat"):

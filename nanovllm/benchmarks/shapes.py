@@ -130,8 +130,9 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %
 def write_shape(name: str, folder: Path, with_text: bool = False, with_tower: bool = False) -> None:
     """Make a model folder without weights: a shape's config.json, and a tokenizer with one token per byte.
 
-    with_text: if True, ids that are not bytes are decoded to words, because a server streams no tokens without text.
-    with_tower: if True, the model has the vision tower that is published together with the shape, if there is one.
+    with_text: if True, tokens that are not bytes are decoded to words, because a server does not stream tokens without
+        text.
+    with_tower: if True, the model also gets the shape's published vision tower, if any.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -169,7 +170,10 @@ OF_HEAD += "max_position_embeddings", "rms_norm_eps", "rope_theta"
 
 
 def write_head(folder: Path, model: Path) -> None:
-    """Make a folder with an EAGLE-3 head's config.json for a shape. The head's vocabulary has up to 32,000 tokens."""
+    """Make a folder with the config.json of an EAGLE-3 head for a shape.
+
+    The head's vocabulary has up to 32,000 tokens.
+    """
     entries = json.loads((model / "config.json").read_text())
     layer = {name: entries[name] for name in OF_HEAD} | {"model_type": "llama", "num_hidden_layers": 1}
     layer |= {"architectures": ["LlamaForCausalLMEagle3"], "torch_dtype": "bfloat16"}

@@ -103,12 +103,12 @@ def add_turns(results: Results, workloads: Workloads) -> None:
 
 
 def latency_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, list[Panel]]:
-    """Make the workload `latency`. Leave out lengths above the bounds.
+    """Make the workload `latency`. Lengths above `max_model_len` or --max-input-len are left out.
 
     If fewer than three lengths remain, add fractions of the bound, so that the plot is a curve.
 
     All decode runs with the same context length have the same token ids. After the first run, the prefix cache contains
-    the contexts, so all sequences start to decode together.
+    the contexts, so all sequences start to decode at the same time.
     """
     vocab_size, max_input_len = config.model_config.vocab_size, args.max_input_len or config.max_model_len
     num_runs = args.num_seqs or (5 if config.device == "cpu" else 20)
@@ -153,7 +153,7 @@ def batches_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, 
 
 
 def images_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, list[Panel]]:
-    """Make the workload `images`. All requests and all runs have different images. The model must take images.
+    """Make the workload `images`. Each request of each run has a different image. The model must accept images.
 
     Raises RuntimeError if an image is too large or too small.
     """

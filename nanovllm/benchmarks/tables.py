@@ -25,9 +25,9 @@ def number(value: float, digits: int) -> str:
 class Panel:
     """A quantity y as a function of a variable x. A panel is one table, and one part of a picture.
 
-    curves: maps each statistic to a pair. The first element maps each x to the name of a workload. The second element
-        computes y from the result of that workload.
-    log: the logarithmic axes: "", "x", "y" or "xy".
+    curves: maps each statistic to a pair. The first element of the pair maps each x to the name of a workload. The
+        second element computes y from the workload's result.
+    log: which axes are logarithmic: "", "x", "y" or "xy".
     digits: the number of decimal places of y in the table.
     """
 
@@ -39,7 +39,7 @@ class Panel:
     is_drawn: bool = True
 
     def points(self, results: Results) -> dict[tuple[str, str], dict[float, float]]:
-        """Return a dict for each engine and statistic. The dict maps each x that has a result to y."""
+        """Return a dict for each engine and statistic, which maps each x that has a result to y."""
         return {
             (engine, statistic): {x: value(by_workload[name]) for x, name in names.items() if name in by_workload}
             for engine, by_workload in results.items()
@@ -47,7 +47,7 @@ class Panel:
         }
 
     def print(self, results: Results) -> None:
-        """Print the table, unless Ctrl-C came before the first result."""
+        """Print the table if there are results. (After an early Ctrl-C, there are none.)"""
         points = {names: curve for names, curve in self.points(results).items() if curve}
         if not points:
             return

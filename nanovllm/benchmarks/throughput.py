@@ -64,7 +64,7 @@ def print_results(config: Config, workloads: Workloads, results: Results) -> Non
 
 
 def row(engine: str, result: Result, baseline: Result, least: Limits | None) -> list[str]:
-    """Return a row's cells, in the order of the header. `least` is None on a CPU."""
+    """Return a row's cells, in the order of the header. `least` contains the hardware's limits, or is None on a CPU."""
     ttft = [number(latency_ms(result, "TTFT", p), 1) for p in (50, 99)]
     of_limits = [f"{seconds / result.seconds:.2f}" for seconds in least or ()]
     ratio = f"{result.rate / baseline.rate:.2f}"

@@ -1,10 +1,10 @@
 """Computes draft tokens in a layer with the gated delta rule.
 
 A state can't be rolled back, so unverified drafts never update it. A sequence's first token in a step is never a draft.
-The layer stores the state after that token, and computes the drafts from the stored state. For each draft, the layer
-stores the draft's inputs, which need about a hundredth of a state's memory. The next step processes the accepted drafts
-again to update the state. The functions in this file are meant for a CPU, because they read the number of accepted
-drafts on the host.
+The layer stores the state after a sequence's first token, and computes the drafts from the stored state. For each
+draft, the layer stores the draft's inputs, which need about a hundredth of a state's memory. The next step processes
+the accepted drafts again to update the state. The functions in this file are meant for a CPU, because they read the
+number of accepted drafts on the host.
 """
 
 from typing import Any
@@ -27,11 +27,12 @@ from nanovllm.kernels import operation
 def delta_net_drafts(qkvz, ba, layer: GatedDeltaNet, states: State, rows, context_lens, out, count=None) -> None:
     """Compute `delta_net_step` for B sequences, each with one token and k - 1 drafts.
 
-    qkvz is [B * k, channels + heads * value_dim], ba is [B * k, 2 * heads], and out is [B * k, heads * value_dim].
+    `qkvz` is [B * k, channels + heads * value_dim], `ba` is [B * k, 2 * heads], and `out` is [B * k, heads *
+    value_dim].
 
     context_lens: [B * k], the position of each token plus 1. If a token's value in `context_lens` does not exceed the
     previous token's value, the token is a copy of the previous token.
-    count: None, or [1] int32: the number of tokens that are not padding.
+    count: the number of tokens that are not padding ([1] int32), or None.
     """
     assert states.kept_drafts is not None
     (inputs, num_tokens), k = states.kept_drafts, len(qkvz) // len(rows)

@@ -28,9 +28,9 @@ CHUNK = 64  # tokens that update a state together
 
 
 class DeltaHeads(NamedTuple):
-    """The heads of a layer or a rank.
+    """Describes the heads of a whole layer, or of a rank's part of the layer.
 
-    Each query head and each key head belongs to `num_values / num_keys` adjacent value heads.
+    Each query head and each key head is shared by `num_values / num_keys` adjacent value heads.
     """
 
     num_keys: int
@@ -41,7 +41,7 @@ class DeltaHeads(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """The number of elements in a token's queries, keys and values."""
+        """The numbers of elements in the queries, the keys and the values of a token."""
         return *2 * (self.num_keys * self.key_dim,), self.num_values * self.value_dim
 
     def of_rank(self, tp: TensorParallel) -> "DeltaHeads":
@@ -53,8 +53,8 @@ class DeltaHeads(NamedTuple):
 def delta_rule_step(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, torch.Tensor]:
     """Process one token in float32, by this module's equations. Return the output [..., value_dim] and the new state.
 
-    Both q and k are [..., key_dim], and v is [..., value_dim]. `log_decay` and `beta` are [...]. `state` is [...,
-    value_dim, key_dim]. The new state has the dtype of `state`.
+    Both q and k are [..., key_dim], and v is [..., value_dim]. `log_decay` and `beta` have the shape [...]: one number
+    for each k. `state` is [..., value_dim, key_dim]. The new state has the dtype of `state`.
     """
     dtype = state.dtype
     state = state * log_decay.exp()[..., None, None]  # float32
@@ -69,7 +69,7 @@ def _read(state: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 
 def recurrent_delta_rule(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute T tokens one by one with `delta_rule_step`. All arguments except `state` start with dimension T."""
+    """Compute T tokens one by one with `delta_rule_step`. The first dimension of all arguments except `state` is T."""
     outputs = []
     for token in zip(q, k, v, log_decay, beta):
         out, state = delta_rule_step(*token, state)
@@ -138,7 +138,7 @@ class GatedDeltaNet(nn.Module):
     def captures_chunks(self) -> bool:
         """Whether CUDA graphs can contain prefill chunks of this layer.
 
-        Graphs need a kernel for chunks, because the plain definition reads lengths on the host.
+        Graphs need a kernel for chunks, because the PyTorch definition reads lengths on the host.
         """
         return "delta_net_chunks" in ops_for(self.A_log.device)
 
@@ -154,7 +154,7 @@ class GatedDeltaNet(nn.Module):
     def mix(self, qkvz: torch.Tensor, ba: torch.Tensor) -> torch.Tensor:
         """Compute everything between the input and output projections, and update the states of the step's sequences.
 
-        qkvz is [T, channels + heads * value_dim], and ba is [T, 2 * heads]. The result is [T, heads * value_dim].
+        `qkvz` is [T, channels + heads * value_dim], and `ba` is [T, 2 * heads]. The result is [T, heads * value_dim].
         """
         context = get_context()
         out = qkvz.new_empty(len(qkvz), self.heads.sizes[2])
@@ -176,7 +176,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def ranges_of_rank(sizes: tuple[int, ...], tp: TensorParallel) -> tuple[range, ...]:
-    """Return a rank's row ranges of a weight, which concatenates layers of these `sizes`."""
+    """Return a rank's ranges of rows, in a weight that concatenates layers with `sizes` rows."""
     starts = (sum(sizes[:i]) for i in range(len(sizes)))
     return tuple(range(start, start + size)[tp.local_slice(size)] for start, size in zip(starts, sizes))
 
@@ -185,11 +185,11 @@ def ranges_of_rank(sizes: tuple[int, ...], tp: TensorParallel) -> tuple[range, .
 def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -> None:
     """Fill `out` with the results of convolution, gates, delta rule and gated norm for B sequences with one token each.
 
-    qkvz is [B, channels + heads * value_dim], ba is [B, 2 * heads], and out is [B, heads * value_dim]. `layer` is a
-    GatedDeltaNet.
+    `qkvz` is [B, channels + heads * value_dim], `ba` is [B, 2 * heads], and `out` is [B, heads * value_dim]. `layer` is
+    a GatedDeltaNet.
 
-    rows: [B], the rows of the states to read and overwrite. Only padding may repeat a row.
-    count: None, or [1] int32: the number of sequences that are not padding.
+    rows: [B], the rows of the states to read and overwrite. Only padding may use the same row as another sequence.
+    count: the number of sequences that are not padding ([1] int32), or None.
     """
     n = len(rows) if count is None else int(count)
     (windows, matrices), rows = states.tensors, rows[:n].long()

@@ -1,4 +1,4 @@
-"""Reads which layers of a model use the gated delta rule, and the sizes of their heads, from config.json."""
+"""Reads from config.json which layers use the gated delta rule, and how large the heads of these layers are."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +30,7 @@ class HybridConfig:
         return self if dtype == "auto" else replace(self, state_dtype=dtype)
 
     def more_weights(self, queries: int, keys: int) -> float:
-        """Return the mean number of weights per layer beyond those of plain attention and experts.
+        """Return how many more weights a layer has, on average, than plain attention and experts.
 
         The number is divided by the hidden size.
         """

@@ -14,7 +14,7 @@ from nanovllm.utils.context import get_context
 def store_kvcache(k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
     """Write keys and values [T, kv_heads, head_dim] to their cache slots [T].
 
-    Slots must not be negative. Device kernels also accept slot -1 for padding tokens, which they do not store.
+    Slots must not be negative. For padding tokens, which are not stored, device kernels also accept slot -1.
     """
     cache.store_kvcache(slot_mapping.long(), k, v)
 

@@ -1,4 +1,4 @@
-"""The table of operations for the CPU: faster ways to compute a few definitions."""
+"""CPU versions of a few operations, which are faster than the PyTorch definitions."""
 
 import torch
 import torch.nn.functional as F
@@ -7,7 +7,7 @@ from nanovllm.layers import sampler
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Pad 16-bit rows to a few sizes, because oneDNN compiles about half a MiB of code for each number of rows."""
+    """Pad 16-bit inputs to one of a few row counts, because oneDNN compiles about 0.5 MiB of code for each count."""
     rows = x.reshape(-1, x.shape[-1])
     num_padding = 0 if x.dtype is torch.float32 else padded_rows(len(rows)) - len(rows)
     if not num_padding:
@@ -16,18 +16,19 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def padded_rows(num_rows: int) -> int:
-    """Round the number of rows up, if it is above 64. A number from 65 to 128 becomes a multiple of 8.
+    """Round up a number of rows that is above 64. A number from 65 to 128 becomes a multiple of 8.
 
-    A number from 129 to 256 becomes a multiple of 16, and so on. Above 2,048, multiples of 256 are used.
+    A number from 129 to 256 becomes a multiple of 16, and so on. Numbers above 2,048 become multiples of 256.
     """
     step = 1 if num_rows <= 64 else min(256, 1 << ((num_rows - 1).bit_length() - 4))
     return -(-num_rows // step) * step
 
 
 def attend_one_token(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, spec):
-    """Compute a pair of bfloat16 heads one by one if the CPU has AMX, which takes 0.4 to 0.7 times as long.
+    """If the CPU has AMX, compute a pair of bfloat16 heads one by one.
 
-    Without AMX, it would take 1.6 to 8 times as long.
+    With AMX, computing heads one by one takes 0.4 to 0.7 times as long as computing both heads together. Without AMX,
+    computing heads one by one takes 1.6 to 8 times as long.
     """
     has_amx_pairs = q.shape[2] == 2 and q.dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported()
     if spec.is_special or not has_amx_pairs:
@@ -38,6 +39,10 @@ def attend_one_token(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: to
 
 
 def philox(c0, c1, c2, c3, k0, k1, rounds: int = sampler.PHILOX_ROUNDS) -> tuple[torch.Tensor, ...]:
-    """Compute in NumPy. With hundreds of counters, it takes a third of PyTorch's time; with more, it is not slower."""
+    """Compute Philox in NumPy.
+
+    With hundreds of counters, NumPy takes a third of PyTorch's time. With more counters, NumPy is not slower than
+    PyTorch.
+    """
     words = (word.numpy() for word in (c0, c1, c2, c3, k0, k1))
     return tuple(map(torch.as_tensor, sampler.philox.__wrapped__(*words, rounds)))  # the definition

@@ -22,7 +22,7 @@ class GeluAndMul(nn.Module):
 
 @operation
 def gated_activation(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Apply the gated activation to x [T, 2 * n], which contains gate and up projections. The result is [T, n]."""
+    """Apply the gated activation to x [T, 2 * n], which contains the gate and up projections. The result is [T, n]."""
     (gate, up), (alpha, cubic, shift, limit) = x.chunk(2, -1), activation
     if limit:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)

@@ -1,4 +1,4 @@
-"""RMSNorm. The layer first adds the residual, if any."""
+"""RMSNorm. If a residual is given, the layer first adds it to the input."""
 
 import torch
 import torch.nn.functional as F

@@ -12,7 +12,7 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 
 @operation
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return x W^T + bias, which is [T, outputs]. x is [T, inputs], and `weight` is [outputs, inputs]."""
+    """Return x W^T + bias, which is [T, outputs]. `x` is [T, inputs], and `weight` is [outputs, inputs]."""
     return F.linear(x, weight, bias)
 
 
@@ -100,7 +100,10 @@ class QKVParallelLinear(MergedColumnParallelLinear):
     def __init__(
         self, hidden_size: int, head_size: int, num_heads: int, num_kv_heads: int | None = None, bias: bool = False
     ):
-        """Arguments are totals over all ranks. The attributes `num_heads` and `num_kv_heads` are per rank."""
+        """The numbers of heads in the arguments are totals over all ranks.
+
+        The attributes `num_heads` and `num_kv_heads` are per rank.
+        """
         num_kv_heads, tp = num_kv_heads or num_heads, get_construction().tp
         kv_tp = tp.for_heads(num_kv_heads)
         local = tp.shard_size("query heads", num_heads), kv_tp.shard_size("key-value heads", num_kv_heads)

@@ -18,8 +18,8 @@ def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
 class RotaryEmbedding(nn.Module):
     """Rotates the first N numbers of every head. The angle of pair `i` is `position * inv_freq[i]`.
 
-    All layers share one float32 table [max_position, N]. A row belongs to one position, and contains the cosines, then
-    the sines.
+    All layers share one float32 table [max_position, N]. Each row belongs to one position, and contains the cosines,
+    then the sines.
     """
 
     def __init__(self, inv_freq: tuple[float, ...], scale: float, max_position: int):

@@ -2,11 +2,11 @@
 
 As in vLLM, logits are edited in this order:
 
-1. logit biases, and the ban of stop ids by min_tokens
-2. penalties
-3. bad words, and restrictions to allowed ids (by a request or by its structured output)
-4. features that users registered
-5. temperature, min-p, top-k, top-p
+1. Logit biases are added, and `min_tokens` bans stop ids.
+2. Penalties are applied.
+3. Bans apply to bad words, and to all ids that the request or its structured output does not allow.
+4. Features that users registered edit the logits.
+5. Temperature, min-p, top-k and top-p are applied.
 
 features/logit_edits.py implements edits 1 to 3. By default, log-probabilities are computed from the unedited logits.
 
@@ -28,8 +28,8 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 class Sampler(nn.Module):
     """Samples with Gumbel noise: `argmax(logits / temperature + noise)` is a draw from `softmax(logits / temperature)`.
 
-    Sampling needs neither a sum over the vocabulary nor a random generator. The noise does not depend on the batch.
-    Temperature 0 means greedy sampling.
+    Sampling needs neither a sum over the vocabulary nor a random generator. The noise does not depend on the other
+    requests of the batch. Temperature 0 means greedy sampling.
     """
 
     def __init__(self, tp: TensorParallel = TensorParallel(), first_id: int = 0):
@@ -44,7 +44,7 @@ class Sampler(nn.Module):
         positions: torch.Tensor | None = None,
         cutoffs: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Draw token ids [S] int32 from logits [S, shard]. Column 0 belongs to token `first_id`.
+        """Draw token ids [S] int32 from logits [S, shard]. Column 0 of the logits belongs to token `first_id`.
 
         `temperatures` [S] is float32, and `positions` [S] is int32. `cutoffs` [S] is int64, and comes from
         `logit_cutoffs`. `seeds` [S, 2] is int32. By default, PyTorch's generator draws the seeds. Tokens whose keys are
@@ -169,7 +169,10 @@ class SamplingRows(NamedTuple):
     num_finished_programs: torch.Tensor  # [S or more] int32, a kernel's scratch: zeros before and after the kernel
 
     def column(self, name: str) -> torch.Tensor:
-        """Return a parameter's values [S], one for each row. Values are float32, unless declared as integers."""
+        """Return a parameter's values [S], one for each row.
+
+        Values are float32, or integers if the parameter is declared as an integer.
+        """
         return column(self.params, name)
 
 

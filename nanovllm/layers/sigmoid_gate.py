@@ -19,12 +19,12 @@ def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 
 @operation
 def gate_scores(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return x W^T, which is [T, 1]. x is [T, inputs], and `weight` is [1, inputs]."""
+    """Return x W^T, which is [T, 1]. `x` is [T, inputs], and `weight` is [1, inputs]."""
     return F.linear(x, weight)
 
 
 class SigmoidGate(nn.Module):
-    """Multiplies each row of y by a gate, the sigmoid of x W^T. x is the layer's input."""
+    """Multiplies each row of y by a gate: the sigmoid of x W^T, where x is the layer's input."""
 
     def __init__(self, input_size: int):
         super().__init__()

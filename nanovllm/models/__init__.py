@@ -5,21 +5,22 @@ family's class has the architecture's name in transformers: the module `qwen3_mo
 `cls(config)` constructs a model from a ModelConfig, whose `max_position_embeddings` is the engine's maximum sequence
 length. CONTRIBUTING.md shows how to add a family. The class has:
 
-- `read_config(raw, file)`: returns a dict of the family's fields of ModelConfig. `raw` is the content of config.json.
-  If the class does not support the model, raises a ValueError that names `file`
+- `read_config(raw, file)`: returns a dict of the fields of ModelConfig that the family sets. `raw` is the content of
+  config.json. If the class does not support the model, raises a ValueError that names `file`
 - `hidden_acts`: supported values of `hidden_act` in config.json
-- `packed_modules_mapping`: a dict that maps a module of the checkpoint to (the merged module, the shard id in the
-  merged module)
+- `packed_modules_mapping`: a dict that maps the name of a checkpoint's module to a pair: the merged module's name, and
+  the shard id in the merged module
 - `config`: the ModelConfig
 - `lm_head`: a ParallelLMHead
-- `model`, or `model.language_model`, with an `nn.ModuleList` named `layers`. Startup on CUDA runs a few of the layers
+- `model`, or `model.language_model`: a module with an `nn.ModuleList` named `layers`. On CUDA, the engine runs a few of
+  the layers when it starts
 - `forward(token_ids, positions)`: maps token ids [T] and positions [T] to hidden states [T, hidden_size]
 - `compute_logits(hidden_states)`: maps hidden states [S, hidden_size] to logits [S, vocabulary]
 
 The class may have:
 
-- `layer_types`: supported values in config.json's `layer_types`, by default `full_attention`
-- `reads`: the names in NEUTRAL that `read_config` reads
+- `layer_types`: supported values of `layer_types` in config.json, by default `full_attention`
+- `reads`: the entries of NEUTRAL that `read_config` reads, and that may therefore have any value
 - `defaults`: the values of entries that config.json or its `text_config` may omit
 - `unused_prefixes`: name prefixes of tensors that the class ignores
 - `may_be_nested`: True if the class also computes the text model of multimodal checkpoints
@@ -100,9 +101,10 @@ class ModelConfig:
 
     @classmethod
     def read(cls, folder: Path, quantization: str | None = None, raw: dict | None = None) -> "ModelConfig":
-        """Read the config.json in `folder`, or use its content `raw`. `quantization` is the setting `quantization`.
+        """Read the config.json in `folder`, or use `raw`, the file's content.
 
-        If the file is invalid or the model is not supported, raises a ValueError or TypeError that names the file.
+        `quantization` is the engine's setting `quantization`. If the file is invalid or the model is not supported,
+        raises a ValueError or TypeError that names the file.
         """
         file = folder / "config.json"
         raw = raw or read_json(file)
@@ -174,7 +176,7 @@ class ModelConfig:
 
     @property
     def context_of_equal_cost(self) -> float:
-        """The context length at which a layer's attention takes as long as its matmuls.
+        """The context length at which a layer's attention takes as long as the layer's matmuls.
 
         Attention computes about two thirds as many operations per second as matmuls do.
         """
@@ -219,7 +221,7 @@ def _eos_token_ids(file: Path, raw: dict, vocab_size: int) -> frozenset[int]:
 
 
 def dtype_in_use(wanted: str | torch.dtype, stored: torch.dtype, device: str, folder: Path) -> tuple[torch.dtype, str]:
-    """Return the engine's dtype. If `wanted` (the setting `dtype`) is "auto", also return the reason."""
+    """Return the engine's dtype. If `wanted` (the setting `dtype`) is "auto", also return why this dtype is used."""
     if wanted != "auto":
         name = str(wanted).removeprefix("torch.")
         check_choice("dtype", name, ("auto", *DTYPES))
@@ -233,9 +235,9 @@ def dtype_in_use(wanted: str | torch.dtype, stored: torch.dtype, device: str, fo
 
 
 def cpu_multiplies(dtype: torch.dtype) -> bool:
-    """Return whether PyTorch uses instructions of the CPU for matmuls in this 16-bit dtype.
+    """Return whether PyTorch multiplies matrices of this 16-bit dtype with special instructions of the CPU.
 
-    Emulated matmuls take up to seven times as long as float32 matmuls.
+    If the dtype is emulated, matmuls take up to seven times as long as in float32.
     """
     if not torch.backends.mkldnn.is_available():
         return False

@@ -1,4 +1,4 @@
-"""Gemma 2: like Gemma 3, but with soft caps and without norms of q and k. Every second layer has a window."""
+"""Gemma 2: like Gemma 3, but with soft caps and without norms of q and k. Every second layer has a sliding window."""
 
 from pathlib import Path
 from typing import ClassVar

@@ -47,7 +47,10 @@ class Gemma3DecoderLayer(nn.Module):
         return self.post_feedforward_layernorm(self.feed_forward(x, residual)), residual
 
     def feed_forward(self, x: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the MLP's output for `x`, the normalized `hidden_states`. Gemma 4's override adds experts."""
+        """Return the MLP's output for `x`, the normalized `hidden_states`.
+
+        Gemma 4 overrides this method to add experts.
+        """
         return self.mlp(x)
 
 
@@ -103,7 +106,7 @@ class Gemma3ForCausalLM(WindowsForCausalLM):
 
 
 def read_gemma(raw: dict, file: Path, interval: int, local_theta: float | None = None) -> dict:
-    """Return Gemma's fields of ModelConfig. See `read_windows` for `interval` and `local_theta`."""
+    """Return the fields of ModelConfig that Gemma sets. See `read_windows` for `interval` and `local_theta`."""
     activation = raw.get("hidden_activation", "gelu_pytorch_tanh")
     check_choice(f"{file}: hidden_activation", activation, ("gelu_pytorch_tanh",))
     bidirectional = raw.get("use_bidirectional_attention") or None

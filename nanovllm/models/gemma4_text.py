@@ -37,7 +37,7 @@ class Gemma4Attention(Qwen3Attention):
 
 
 class SharedCacheAttention(Gemma4Attention):
-    """Attention without keys and values of its own. The layer uses the `attn` of an earlier layer."""
+    """Attention without keys and values of its own. The layer uses the submodule `attn` of an earlier layer."""
 
     def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding):
         super().__init__(config, rotary_emb, "q")

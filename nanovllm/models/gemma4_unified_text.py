@@ -1,6 +1,6 @@
 """The text part of Gemma 4 12B: a plain decoder. The complete model has no tower for images or audio.
 
-There are no experts and no per-layer embeddings.
+The model has no experts and no per-layer embeddings.
 """
 
 from typing import ClassVar

@@ -15,7 +15,10 @@ from nanovllm.utils.merged_tensors import WHOLE
 
 
 class InterleavedRotaryEmbedding(RotaryEmbedding):
-    """Rotates the pairs `(x[2 * i], x[2 * i + 1])`. RotaryEmbedding rotates `(x[i], x[i + N / 2])` instead."""
+    """Rotates the pairs `(x[2 * i], x[2 * i + 1])`.
+
+    The class RotaryEmbedding rotates the pairs `(x[i], x[i + N / 2])` instead.
+    """
 
     def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         size = self.cos_sin_cache.shape[1]

@@ -1,4 +1,4 @@
-"""gpt-oss: a Llama with biases, attention sinks and mixtures of experts. Every second layer has a window.
+"""gpt-oss: a Llama with biases, attention sinks and mixtures of experts. Every second layer has a sliding window.
 
 The experts have biases and a variant of SwiGLU (`Activation`). Published weights of experts are in MXFP4.
 """
@@ -60,7 +60,10 @@ class GptOssForCausalLM(Qwen3ForCausalLM):
 
     @staticmethod
     def read_config(raw: dict, file: Path) -> dict:
-        """Return the fields of ModelConfig. `details` contains each layer's window, or None for full attention."""
+        """Return the fields of ModelConfig that gpt-oss sets.
+
+        `details` contains each layer's window, or None for full attention.
+        """
         num_layers = raw["num_hidden_layers"]
         window = check_int(f"{file}: sliding_window", raw["sliding_window"], low=1)
         kinds = raw.get("layer_types") or ("sliding_attention", "full_attention") * num_layers

@@ -15,7 +15,7 @@ from nanovllm.utils.checks import check_real
 
 
 class Factors(NamedTuple):
-    """Granite's value of `ModelConfig.details`. Each field has the name of its entry in config.json."""
+    """The value of `ModelConfig.details` for Granite. Each field has the name of its entry in config.json."""
 
     embedding_multiplier: float
     residual_multiplier: float

@@ -27,7 +27,7 @@ ROPE = {
 
 
 class QueryScale(NamedTuple):
-    """Ministral 3's value of `ModelConfig.details`.
+    """The value of `ModelConfig.details` for Ministral 3.
 
     A query at position `p` is multiplied by `1 + beta * log(1 + p // length)`.
     """

@@ -1,4 +1,4 @@
-"""OLMo 3: norms after attention and MLP, norms over all heads of q and k, and windows in three of four layers."""
+"""OLMo 3: norms after attention and MLP, norms over all heads of q and k, and sliding windows in 3 of 4 layers."""
 
 from pathlib import Path
 from typing import ClassVar
@@ -16,7 +16,7 @@ from nanovllm.utils.loader import Shard, parameter
 
 
 class RowRMSNorm(nn.Module):
-    """A norm over all heads of a token. Each rank has some of the heads, and the ranks add up their sums of squares."""
+    """A norm over all heads of a token. Each rank has some of the heads, and the ranks add up the sums of squares."""
 
     def __init__(self, num_heads: int, head_dim: int, eps: float):
         """`num_heads` is the total over all ranks."""

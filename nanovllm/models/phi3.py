@@ -1,4 +1,7 @@
-"""Phi-3, Phi-4 and Phi-4-mini: a Llama. Checkpoints merge the weights of q, k and v, and those of gate and up."""
+"""Phi-3, Phi-4 and Phi-4-mini: a Llama.
+
+Checkpoints store q, k and v as one merged weight, and gate and up as another.
+"""
 
 from typing import ClassVar
 

@@ -1,9 +1,10 @@
-"""Qwen3, dense. Other families are described by their differences from Qwen3.
+"""Qwen3, dense. The docstrings of other families describe how they differ from Qwen3.
 
 T is the number of tokens in a step. The tokens of all sequences in the step are concatenated. In shapes, `num_heads`,
 `num_kv_heads` and the intermediate size are per rank. Hidden states are equal on all ranks.
 
-On CUDA, fused versions in fused/ replace these `forward` methods. Fused and unfused results differ only by rounding.
+On CUDA, fused versions in fused/ replace the `forward` methods of this file. Fused and unfused results differ only by
+rounding.
 """
 
 from pathlib import Path
@@ -71,7 +72,7 @@ class Qwen3DecoderLayer(nn.Module):
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (x, residual). The layer's output is their sum, which the next norm computes.
+        """Return (x, residual). The layer's output is x + residual, and the next norm computes this sum.
 
         `residual` is None in the first layer. The next layer may overwrite the returned residual.
         """

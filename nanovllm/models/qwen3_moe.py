@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 with mixtures of experts as feed-forward layers. The config can declare some layers dense."""
+"""Qwen3-MoE: Qwen3 with mixtures of experts as feed-forward layers. Checkpoints can declare some layers dense."""
 
 from pathlib import Path
 
@@ -19,7 +19,10 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
 
     @staticmethod
     def read_config(raw: dict, file: Path) -> dict:
-        """Return Qwen3's fields and `moe`. Absent entries get the defaults of transformers."""
+        """Return the fields of ModelConfig that Qwen3 sets, and the field `moe`.
+
+        Entries that config.json lacks get the defaults of transformers.
+        """
         num_experts = check_int(f"{file}: num_experts", raw.get("num_experts", raw.get("num_local_experts")), low=1)
         top_k = check_int(f"{file}: num_experts_per_tok", raw.get("num_experts_per_tok", 8), low=1, high=num_experts)
         size = check_int(f"{file}: moe_intermediate_size", raw.get("moe_intermediate_size", 768), low=1)

@@ -1,4 +1,7 @@
-"""Qwen3-Next: a hybrid with mixtures of experts and a shared expert. Rows of projections are grouped by key head."""
+"""Qwen3-Next: a hybrid model with mixtures of experts and a shared expert.
+
+In checkpoints, the rows of projections are grouped by key head.
+"""
 
 from itertools import accumulate, chain, pairwise
 from typing import ClassVar
@@ -28,8 +31,8 @@ class Qwen3NextForCausalLM(HybridForCausalLM):
 def _interleaved(sizes: tuple[int, ...], num_heads: int, tp: TensorParallel) -> tuple[int, tuple[range, ...]]:
     """Return the number of rows of a weight, and the ranges of rows that belong to this rank.
 
-    The weight has a range of rows for each key head and kind of projection, such as q. `sizes` contains the number of
-    rows per head of each kind. The returned ranges are ordered by kind, then by head.
+    The weight has a range of rows for each key head and each kind of projection, such as q. `sizes` contains the number
+    of rows per head for each kind of projection. The returned ranges are ordered by kind, then by head.
     """
     starts = [head * sum(sizes) for head in range(num_heads)[tp.local_slice(num_heads)]]
     bounds = pairwise(accumulate(sizes, initial=0))

@@ -26,8 +26,8 @@ TOKEN_MARKER = 0xFF  # in a text of llguidance, this byte precedes a token that 
 class Constraint(TokenMask):
     """Restricts the next token of one sequence. A grammar, a reasoning budget, or both define the restrictions.
 
-    The grammar begins after the reasoning. Inside the reasoning, end-of-sequence ids are banned. The mask also contains
-    the bans of other parameters, because only all bans together show whether any token is left. The ids in
+    The grammar applies to the text after the reasoning. Inside the reasoning, end-of-sequence ids are banned. The mask
+    also contains the bans of other parameters, because all bans together decide whether any token is left. The ids in
     `stop_token_ids` are treated like end-of-sequence ids: they are allowed only where the grammar may end.
 
     The state of a constraint depends only on the sequence's token ids, so a preemption loses nothing.
@@ -71,7 +71,7 @@ class Constraint(TokenMask):
     def update(self, completion: list[int], reasoning: Reasoning | None = None) -> tuple[str, str] | None:
         """Compute the mask for the next token. The mask depends on the generated tokens and the reasoning's stage.
 
-        If a token can follow, return None. Otherwise, return a finish reason and an error message.
+        If a token can follow, return None. If no token can follow, return a finish reason and an error message.
         """
         if not self.set_without_grammar(reasoning):
             if self.consume(completion, reasoning):
@@ -81,14 +81,17 @@ class Constraint(TokenMask):
         return None if self.error is None else ("error", self.error)
 
     def set_without_grammar(self, reasoning: Reasoning | None) -> bool:
-        """Return False if a grammar applies now. Otherwise, as inside reasoning, set the mask and return True."""
+        """Return False if a grammar applies to the next token.
+
+        If no grammar applies, such as inside reasoning, set the mask and return True.
+        """
         if (mask := self._mask_without_grammar(reasoning)) is None:
             return False
         self._set(mask)
         return True
 
     def _restart(self) -> bool:
-        """Start again with the large automata. The error may come from the size limit of the small automata.
+        """Start again with the large automata, because the small automata may have failed at their size limit.
 
         Return False if the large automata have failed, too.
         """
@@ -132,7 +135,7 @@ class Constraint(TokenMask):
         return self._free_but_ends if self.has_grammar else self.allowed_mask
 
     def token_limit(self) -> int:
-        """Return a number of tokens. The sequence needs a new mask when it has this length."""
+        """Return the length, in tokens, at which the sequence needs a new mask."""
         seq, reasoning = self._seq, self.reasoning
         if reasoning is None or self._budget is None or reasoning.stage is Stage.ENDED:
             return seq.max_num_tokens
@@ -143,7 +146,7 @@ class Constraint(TokenMask):
     # -- drafts --------------------------------------------------------------------------------------------------------
 
     def draft(self, drafts: list[int], num_drafts: int) -> list[int]:
-        """Return `drafts`, cut off before a draft that is not allowed or that ends the answer. Set `draft_masks`.
+        """Return the drafts before the first draft that is not allowed or that ends the answer. Set `draft_masks`.
 
         If no drafts are left, return up to `num_drafts` tokens that the grammar forces. If the grammar's masks are
         slow, return no drafts.
@@ -191,10 +194,10 @@ class Constraint(TokenMask):
     def _with_text(self, mask: np.ndarray) -> np.ndarray:
         """Correct llguidance's mask if the mask allows only one token, and the grammar refuses this token.
 
-        If only one text can follow, llguidance allows only the first token of this text. This token may be an added
-        token, which the grammar does not accept as text. If the tokenizer normalizes texts, the token may begin a
-        different text than the grammar requires. The corrected mask allows only the token for the first byte of the
-        required text.
+        If only one text can follow, llguidance allows only the first token of this text. The first token of the
+        required text may be an added token, which the grammar does not accept as text. If the tokenizer normalizes
+        texts, the first token may begin a different text than the grammar requires. The corrected mask allows only the
+        token for the first byte of the required text.
         """
         text = self._matcher.compute_ff_bytes()
         if text and text[0] != TOKEN_MARKER and not self._matcher.validate_tokens([_first_id(mask)]):
@@ -215,7 +218,7 @@ class Constraint(TokenMask):
 
 
 def update_fast(constraints: Iterable[Constraint], seconds: float) -> list[Constraint]:
-    """Update constraints whose masks are fast, for about `seconds` seconds. Return the updated constraints.
+    """Update constraints whose masks are fast to compute, for about `seconds` seconds. Return the updated constraints.
 
     An update takes almost no time if the sequence is inside its reasoning, or if there is no grammar. Masks of
     different grammars are computed in parallel, but llguidance computes masks of the same grammar one after another.
@@ -265,7 +268,10 @@ def _executor(pid: int) -> Any:
 
 
 def _num_in_reasoning(reasoning: Reasoning | None) -> float:
-    """Return how many tokens of an answer are before the grammar. Inside the reasoning, the number is infinity."""
+    """Return how many tokens of an answer come before the text that the grammar describes.
+
+    Inside the reasoning, the number is infinity.
+    """
     if reasoning is None:
         return 0
     return inf if reasoning.stage is Stage.INSIDE else reasoning.num_tokens

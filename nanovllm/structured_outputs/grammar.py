@@ -1,4 +1,4 @@
-"""Defines compiled grammars and their automata. Several sequences can share them."""
+"""Defines compiled grammars and their automata, which several sequences can share."""
 
 import threading
 import weakref
@@ -23,7 +23,7 @@ class Automata:
 
 
 class Grammar:
-    """A compiled grammar. The small automata have at most `MAX_KEPT_STATES` states. Most grammars need fewer states.
+    """A compiled grammar. The small automata have at most `MAX_KEPT_STATES` states, which is enough for most grammars.
 
     Sequences that need more states share the large automata, which only llguidance limits. The large automata are freed
     when no sequence uses them anymore.
@@ -59,7 +59,7 @@ class Grammar:
         self._mask_seconds = mean + (seconds - mean) / 8
 
     def token_ids_of_byte(self, byte: int) -> list[int]:
-        """Return a list with the id of the token that is this byte. If there is no such token, return []."""
+        """Return a list with the id of the token that stands for a byte. If no token stands for the byte, return []."""
         tokenizer = self._tokenizer
         ids = tokenizer.greedy_tokenize(chr(byte)) if byte < 128 else tokenizer.tokenize_bytes(bytes([byte]))
         return ids if tokenizer.decode_bytes(ids) == bytes([byte]) else []

@@ -22,10 +22,10 @@ JSON_OPTIONS: Any = {"whitespace_pattern": " "}
 
 
 class Grammars:
-    """An LRU cache of an engine's compiled grammars. Any thread may call the methods."""
+    """An LRU cache of an engine's compiled grammars. All methods are thread-safe."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]):
-        """tokenizer: a `tokenizers.Tokenizer`. Nothing else may use it, because this object modifies it."""
+        """tokenizer: a `tokenizers.Tokenizer` that nothing else uses, because this object modifies the tokenizer."""
         try:
             from llguidance import LLTokenizer
         except ImportError as error:

@@ -1,10 +1,10 @@
-"""Rewrites JSON schemas, because llguidance refuses some of them needlessly.
+"""Rewrites JSON schemas, because llguidance refuses some schemas needlessly.
 
-llguidance ignores keywords that JSON Schema does not define. But it refuses an unknown `format`, an unknown dialect,
-and some keywords whose values allow everything. This module removes the refused formats, dialects and keywords. The
-keyword `propertyNames` is unsupported. `oneOf` is supported only if llguidance can prove that no value is valid for two
-of its schemas. Where possible, this module replaces `propertyNames` and `oneOf` with other keywords. Other unsupported
-keywords remain in the schema, and llguidance's error message names them.
+llguidance ignores keywords that JSON Schema does not define. But llguidance refuses an unknown `format`, an unknown
+dialect, and some keywords whose values allow everything. This module removes the refused formats, dialects and
+keywords. The keyword `propertyNames` is not supported by llguidance. `oneOf` is supported only if llguidance can prove
+that no value is valid for two of its schemas. Where possible, this module replaces `propertyNames` and `oneOf` with
+other keywords. Other unsupported keywords remain in the schema, and llguidance's error message names them.
 """
 
 import json
@@ -150,9 +150,9 @@ def _looks_around(schema: Any) -> bool:
 
 
 def _are_disjoint(schemas: Any, discriminator: Any, resource: dict[str, Any]) -> bool:
-    """Return True if types and constants show that no value is valid for two of these schemas.
+    """Return True if types and constants show that no value is valid for two of the given schemas.
 
-    OpenAPI's `discriminator` may name a property whose values tell objects apart. If so, make this property required.
+    If OpenAPI's `discriminator` names a property whose values tell objects apart, make this property required.
     """
     by_type: dict[str, list[dict[str, Any]]] = {}
     for schema in schemas if isinstance(schemas, list) else [None]:
@@ -169,7 +169,7 @@ def _are_disjoint(schemas: Any, discriminator: Any, resource: dict[str, Any]) ->
 
 
 def _are_told_apart(objects: list[dict[str, Any]], tag: Any, resource: dict[str, Any]) -> bool:
-    """Return True if a property has different values in all of these schemas. If so, make the property required."""
+    """If a property has different values in all given schemas, make the property required, and return True."""
     properties = [schema["properties"] if isinstance(schema.get("properties"), dict) else {} for schema in objects]
     required = [schema["required"] if isinstance(schema.get("required"), list) else [] for schema in objects]
     for name in properties[0]:
@@ -200,7 +200,10 @@ def _values(schema: Any) -> set[tuple[type, Any]] | None:
 
 
 def _types(schema: Any) -> set[str] | None:
-    """Return the types of valid values. Integers are "number". If the schema does not list types, return None."""
+    """Return the types of the values that a schema allows.
+
+    Integers are "number". If the schema does not list types, return None.
+    """
     if (values := _values(schema)) is not None:
         return {{str: "string", bool: "boolean", int: "number", NoneType: "null"}[kind] for kind, _ in values}
     types = schema.get("type") if isinstance(schema, dict) else None
@@ -211,7 +214,7 @@ def _types(schema: Any) -> set[str] | None:
 
 
 def _resolved(schema: Any, resource: dict[str, Any]) -> Any:
-    """Follow a schema's references, and return the last target, or None if it is unknown."""
+    """Follow a schema's references. Return the last target, or None if the last target is unknown."""
     for _ in range(MAX_REFERENCES):
         if not isinstance(schema, dict) or "$ref" not in schema:
             return schema

@@ -1,4 +1,4 @@
-"""Computes slow masks in background threads, so that they do not delay other requests."""
+"""Computes masks in background threads, so that slow masks do not delay other requests."""
 
 import os
 from collections import deque
@@ -17,7 +17,7 @@ TURN_SECONDS = 0.005  # CPU time after which a request lets the next request com
 
 @cache
 def num_cores() -> int:
-    """Return how many CPU cores may compute masks. The engine needs the other cores."""
+    """Return how many CPU cores may compute masks. The engine needs the remaining cores."""
     return max(1, available_cores() * 4 // 5)
 
 
@@ -32,14 +32,17 @@ class MaskThreads:
         (self._slow if is_slow else self._fast).submit(work)
 
     def close(self) -> None:
-        """Wait for the masks in progress, and start no further masks. Does nothing in a forked child."""
+        """Wait for the masks in progress, and start no further masks.
+
+        In a forked child process, this method does nothing.
+        """
         if os.getpid() == self._pid:
             for pool in (self._fast, self._slow):
                 pool.shutdown(cancel_futures=True)
 
 
 class MaskQueue:
-    """A queue of the masks that one request needs. Requests take turns. A turn computes at least one mask."""
+    """A queue of the masks that one request needs. Requests take turns. In each turn, at least one mask is computed."""
 
     def __init__(self, threads: MaskThreads, grammar: Grammar):
         self._threads, self._grammar = threads, grammar
@@ -47,7 +50,7 @@ class MaskQueue:
         self._has_turn, self._lock = False, Lock()
 
     def submit(self, make: Callable[[], Any]) -> Future:
-        """Add a mask to the queue. `make` is called after all earlier masks of the request, to compute the mask.
+        """Add a mask to the queue. `make`, which computes the mask, is called after all earlier masks of the request.
 
         The returned `Future` can be cancelled before `make` is called.
         """

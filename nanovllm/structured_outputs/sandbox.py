@@ -1,8 +1,8 @@
 """Compiles grammars in separate processes, to check whether they compile.
 
-llguidance limits the time for each mask, but not the time to compile an intersection. Compilation can take minutes for
-a few patterns in one `allOf`, a large `multipleOf`, or `&` and `~` in a Lark grammar. A process can be killed while it
-compiles, but a thread can't.
+llguidance limits the time for each mask, but not the time to compile an intersection of grammars. Compilation can take
+minutes for a few patterns in one `allOf`, a large `multipleOf`, or `&` and `~` in a Lark grammar. A process can be
+killed while it compiles, but a thread can't.
 """
 
 import json
@@ -57,13 +57,13 @@ Process = subprocess.Popen[bytes]
 class CompileSandbox:
     """Compiles grammars in at most `MAX_PROCESSES` processes.
 
-    The processes start on demand, and end when `close` is called or this object is garbage-collected. Any thread may
-    call the methods. If several threads ask for a grammar at the same time, it is compiled once. The results of the
-    `MAX_RESULTS` most recently used grammars are kept.
+    The processes start on demand, and end when `close` is called or this object is garbage-collected. All methods are
+    thread-safe. If several threads ask for the same grammar at the same time, the grammar is compiled once. The results
+    of the `MAX_RESULTS` most recently used grammars are kept.
     """
 
     def __init__(self, vocab_size: int, special_tokens: dict[int, str]):
-        """`special_tokens` maps ids to names. Grammars may use these special tokens, and ids below `vocab_size`."""
+        """`special_tokens` maps ids to names. Grammars may use the special tokens, and ids below `vocab_size`."""
         self._vocabulary = [vocab_size, [*special_tokens.items()]]
         self._processes: set[Process] = set()
         self._in_trial: dict[bytes, Process] = {}  # by hash of the grammar
@@ -74,9 +74,10 @@ class CompileSandbox:
         weakref.finalize(self, _end_all, self._processes, self._pid)
 
     def close(self) -> None:
-        """End the processes. A forked child does not own them, so it does nothing.
+        """End the processes.
 
-        This method does not wait for `error_of`, because a signal handler may call it during `error_of`.
+        In a forked child process, this method does nothing, because the child does not own the processes. `close` does
+        not wait for `error_of`, because a signal handler may call `close` during `error_of`.
         """
         if os.getpid() != self._pid:
             return

@@ -8,9 +8,9 @@ MAX_BYTES = 2**16  # of a schema, expression, grammar or choices; this bounds th
 
 
 def check_spec(value: Any, ignore_eos: bool) -> dict[str, Any]:
-    """Check a value, and return it in a uniform form. JSON schemas become texts, and choices become tuples.
+    """Check a `structured_outputs` value, and return it in a uniform form.
 
-    Raises ValueError or TypeError.
+    JSON schemas become texts, and choices become tuples. Raises ValueError or TypeError.
     """
     if not isinstance(value, dict):
         raise TypeError(f"structured_outputs={value!r:.80}: must be a dict")
@@ -30,7 +30,7 @@ def check_spec(value: Any, ignore_eos: bool) -> dict[str, Any]:
 
 
 def _schema(name: str, value: Any) -> str:
-    """Return a JSON schema as text. Properties stay in the same order, because answers follow this order."""
+    """Return a JSON schema as text. The properties keep their order, because answers follow this order."""
     if not isinstance(value, (str, dict)):
         raise TypeError(f"{name}={value!r:.80}: must be a JSON schema, as a dict or as text")
     try:

@@ -31,10 +31,10 @@ class StructuredOutputs(StepFeature):
 
     @classmethod
     def after_step(cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: Any) -> None:
-        """If a sequence got a token, compute its next mask.
+        """Compute the next mask of each sequence that got a token.
 
         A sequence with an empty mask ends with the finish reason "error". While another thread computes a sequence's
-        mask, the sequence is not in steps.
+        mask, the sequence takes part in no step.
         """
         seqs = [seq for seq in arrived.values() if "structured_outputs" in seq.feature_state and seq not in ends]
         constraints = [seq.token_mask for seq in seqs]

@@ -1,4 +1,4 @@
-"""Checks arguments and files. The errors state the name, the value and the bound.
+"""Checks arguments and files. An error states the argument's name, its value and the bound.
 
 Numbers are converted to Python types, because arithmetic on fixed-width NumPy integers could overflow later.
 """
@@ -18,15 +18,19 @@ from nanovllm.utils.download import broken_file
 
 
 def checked(default: Any, check: Callable | str, **bounds: Any) -> Any:
-    """Make a dataclass field. Unless its value is `default`, `check_fields` calls `check(name, value, **bounds)`.
+    """Make a dataclass field.
 
-    If a check is rarely needed, `check` is "module:name", and the check is imported when it is called.
+    `check_fields` calls `check(name, value, **bounds)` if the field's value is not `default`. For a rarely needed
+    check, `check` is the string "module:name", and the check is imported when it is called.
     """
     return field(default=default, metadata={"check": check, "bounds": bounds})
 
 
 def check_fields(params: Any) -> None:
-    """Call the checks of `checked` fields. The results replace the values, even in a frozen dataclass."""
+    """Call the checks of `checked` fields.
+
+    The results of the checks replace the fields' values, even in a frozen dataclass.
+    """
     for each in fields(params):
         if each.metadata and (value := getattr(params, each.name)) is not each.default:
             check = resolve_name(home) if isinstance(home := each.metadata["check"], str) else home
@@ -37,7 +41,7 @@ C = TypeVar("C", bound=type)
 
 
 def checks_names(cls: C) -> C:
-    """Decorate a dataclass. If a parameter is unknown, a TypeError then suggests a known name."""
+    """Decorate a dataclass, so that the TypeError for an unknown parameter suggests a known name."""
     init = cls.__init__
 
     @wraps(init)
@@ -62,9 +66,9 @@ def hint(name: Any, known: Iterable) -> str:
 
 
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """Return `value` as an int.
+    """Return `value` as an int. Raises TypeError if the value is a bool or not an integer.
 
-    Raises TypeError for bools and other types. Raises ValueError if the value is below `low` or above `high`.
+    Raises ValueError if the value is below `low` or above `high`.
     """
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r:.80}: must be an integer")
@@ -72,9 +76,9 @@ def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
 
 
 def check_real(name: str, value: Any, low: float, high: float = 1e9) -> float:
-    """Return `value` as a float.
+    """Return `value` as a float. Raises TypeError if the value is a bool or not a number.
 
-    Raises TypeError for bools and other types. Raises ValueError for NaN, or if the value is out of bounds.
+    Raises ValueError if the value is NaN, infinite or out of bounds.
     """
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r:.80}: must be a number")
@@ -94,7 +98,7 @@ def check_bool(name: str, value: Any) -> bool:
 
 
 def check_unicode(name: str, text: str) -> None:
-    """Raise ValueError for a lone surrogate."""
+    """Raise ValueError if `text` contains a lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -118,7 +122,7 @@ def _check_range(name, value, low, high):
 
 
 def parse_json(name: str, value: Any) -> Any:
-    """Parse a string as JSON. Return any other value unchanged. Raises ValueError if the string is not JSON."""
+    """Parse a string as JSON, and return any other value unchanged. Raises ValueError if the string is not JSON."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError as error:

@@ -9,7 +9,7 @@ from nanovllm.utils.checks import check_int, check_real, check_unicode
 
 
 def check_collections(params: Any, names: Container[str]) -> None:
-    """Check the parameters in `names` of a SamplingParams, and replace them with the results."""
+    """Check those parameters of a SamplingParams that are in `names`, and replace their values with the results."""
     for name, check in CHECKS.items():
         if name in names:
             object.__setattr__(params, name, check(name, getattr(params, name)))
@@ -24,7 +24,10 @@ def check_collections(params: Any, names: Container[str]) -> None:
 
 
 def check_strings(name: str, value: Any) -> tuple[str, ...]:
-    """Return strings as a tuple. Raises TypeError for other types, and ValueError if a string is empty or invalid."""
+    """Return strings as a tuple.
+
+    Raises TypeError if a value is not a string, and ValueError if a string is empty or has a lone surrogate.
+    """
     strings = _tuple_of(str, name, value)
     for string in strings:
         if not string:
@@ -34,14 +37,14 @@ def check_strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 def check_ids(name: str, value: Any, min_length: int = 0, max_length: int | None = None) -> tuple[int, ...]:
-    """Return token ids as a tuple. The ids are not compared with the vocabulary."""
+    """Return token ids as a tuple. The ids are not compared with the size of the vocabulary."""
     ids = _tuple_of(Integral, name, value)
     check_int(f"{name}: the number of ids", len(ids), min_length, max_length)
     return tuple([check_int(f"{name}: token id", token_id, 0) for token_id in ids])
 
 
 def check_biases(name: str, value: Any) -> dict[int, float] | None:
-    """Return a dict of biases by token id, or None if there are no biases."""
+    """Return a dict that maps token ids to biases, or None if there are no biases."""
     if not isinstance(biases := {} if value is None else value, dict):
         raise TypeError(f"{name}={biases!r:.80}: must map token ids to numbers")
     values = [check_real(f"{name}[{token_id!r}]", bias, -100, 100) for token_id, bias in biases.items()]
@@ -49,7 +52,7 @@ def check_biases(name: str, value: Any) -> dict[int, float] | None:
 
 
 def _tuple_of(kind: type, name: str, value: Any) -> tuple:
-    """Return a tuple of values. All values must have the type `kind`. Raises TypeError for other types."""
+    """Return a tuple of values. Raises TypeError if a value does not have the type `kind`."""
     value = value.tolist() if hasattr(value, "tolist") else value  # a NumPy array or a tensor
     values = () if value is None else (value,) if isinstance(value, kind) else value
     if not isinstance(values, (list, tuple, set, frozenset, range)) or not all(isinstance(v, kind) for v in values):

@@ -1,4 +1,4 @@
-"""The rank and dtype of layers under construction."""
+"""Stores the rank and the dtype of the layers that are being constructed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,7 @@
-"""The context of a step, which layers read. The context is set only while the model runs."""
+"""Defines the context of a step, which layers read to learn about the step's sequences.
+
+The context is set only while the model runs.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,8 +18,8 @@ _UNSET: Any = None  # outside a step
 class Context:
     """Describes the B sequences of a step. The T new tokens of all sequences are concatenated.
 
-    The first `num_decode_rows` sequences have one new token each. If `is_prefill` is True, chunks of prompts follow.
-    Attention reads all keys from the cache, including the keys of this step.
+    The first `num_decode_rows` sequences have one new token each. If `is_prefill` is True, the remaining sequences have
+    chunks of prompts. Attention reads all keys from the cache, including the keys of this step.
     """
 
     is_prefill: bool = False  # whether there are chunks of prompts
@@ -41,7 +44,7 @@ class Context:
         return self.state_rows[1]
 
     def of_table(self, table: int) -> "Context":
-        """Return the context for layers with another block table (see cache/window_tables.py)."""
+        """Return the context for layers that use another block table (see cache/window_tables.py)."""
         return self.window_contexts[table - 1] if table else self
 
 
@@ -49,7 +52,10 @@ _context: ContextVar[Context | None] = ContextVar("context", default=None)
 
 
 def get_context() -> Context:
-    """Return the context of the step that this thread computes. If there is no such step, the context is empty."""
+    """Return the context of the step that this thread computes.
+
+    If this thread computes no step, the context is empty.
+    """
     return _context.get() or Context()
 
 
@@ -73,7 +79,7 @@ def attention_context(context: Context) -> Iterator[None]:
 def of_tokens(of_requests: torch.Tensor) -> torch.Tensor:
     """Return a tensor [T] that contains, for each token of this thread's step, the value of the token's request.
 
-    `of_requests` [requests] contains the value of each request. Padding gets an arbitrary value.
+    `of_requests` [requests] contains the value of each request. Padding tokens get arbitrary values.
     """
     context = get_context()
     values = of_requests[context.req_indices.long()]

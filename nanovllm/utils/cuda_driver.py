@@ -10,7 +10,7 @@ OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
 def call_driver(name: str, *arguments: Any) -> None:
-    """Call a driver function. Failures raise RuntimeError, or torch.OutOfMemoryError."""
+    """Call a driver function. If the call fails, raises torch.OutOfMemoryError or RuntimeError."""
     if error := getattr(_driver(), name)(*arguments):
         kind = torch.OutOfMemoryError if error == OUT_OF_MEMORY else RuntimeError
         raise kind(f"{name}: CUDA error {error}")
@@ -22,7 +22,10 @@ def _driver() -> Any:
 
 
 class DeviceBytes:
-    """Device memory. `torch.as_tensor` makes a tensor of it without a copy. The tensor keeps this object alive."""
+    """Device memory.
+
+    `torch.as_tensor` turns this object into a tensor without a copy. The tensor keeps this object alive.
+    """
 
     def __init__(self, address: int, num_bytes: int):
         self.address, self.num_bytes = address, num_bytes

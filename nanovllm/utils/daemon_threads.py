@@ -9,8 +9,9 @@ from typing import Any
 
 
 class DaemonThreads:
-    """Works like ThreadPoolExecutor, but Python does not wait for the threads. The threads also work while Python
-    exits.
+    """Works like ThreadPoolExecutor, but Python does not wait for the threads when it exits.
+
+    The threads continue to work while Python exits.
     """
 
     def __init__(self, name: str, count: int):

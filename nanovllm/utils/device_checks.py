@@ -11,7 +11,7 @@ DEVICES: dict[str, Callable[[], int]] = {"cuda": lambda: torch.cuda.device_count
 
 
 def check_devices(name: str, num_ranks: int) -> None:
-    """Raise ValueError unless `num_ranks` consecutive devices exist. The first one is `name`, for example "cuda:1"."""
+    """Raise ValueError if fewer than `num_ranks` devices exist from the device `name` on, such as "cuda:1"."""
     kind, _, number = name.partition(":")
     check_choice("device", kind, ("auto", "cpu", *DEVICES))
     count = DEVICES[kind]()

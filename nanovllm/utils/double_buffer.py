@@ -6,7 +6,7 @@ T = TypeVar("T")
 
 
 class DoubleBuffer(Generic[T]):
-    """Alternates between two buffers. One is filled while the other is in use."""
+    """Alternates between two buffers: one buffer is filled while the other is in use."""
 
     def __init__(self, first: T, second: T):
         self._buffers = first, second
@@ -17,7 +17,7 @@ class DoubleBuffer(Generic[T]):
         return self._buffers[self.buffer_index]
 
     def advance(self) -> T:
-        """Make the other buffer the current one. Return the previous one."""
+        """Make the other buffer the current buffer. Return the buffer that was current before."""
         used = self.current
         self.buffer_index = 1 - self.buffer_index
         return used

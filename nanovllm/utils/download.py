@@ -19,9 +19,10 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def download(setting: str, hub_id: str, revision: str | None, with_weights: bool, bundled: list[str]) -> Path:
-    """Return the folder of a hub id's files. Download them if needed. Failures raise FileNotFoundError with advice.
+    """Return the folder that contains the files of a hub id. Download them if needed.
 
-    If a name is similar to one of `bundled`, it is treated as a typo, and nothing is downloaded.
+    If the download fails, raises a FileNotFoundError with advice. If the id is similar to a name in `bundled`, the id
+    is treated as a typo, and nothing is downloaded.
     """
     if not HUB_ID.fullmatch(hub_id):
         raise FileNotFoundError(f"{setting}={hub_id!r}: no such folder")
@@ -41,7 +42,7 @@ def download(setting: str, hub_id: str, revision: str | None, with_weights: bool
 
 
 def broken_file(file: Path, problem: str) -> ValueError:
-    """Return the error for a file with the given problem. If the file is a pointer of git-lfs, the error says so."""
+    """Return the error for a file with the given problem. If the file is a git-lfs pointer, the error says so."""
     with file.open("rb") as stream:
         if stream.read(len(LFS_POINTER)) == LFS_POINTER:
             problem = "is a git-lfs pointer, not the file itself; `git lfs pull` fetches it"

@@ -1,4 +1,4 @@
-"""Random weights for the setting `load_format="dummy"`."""
+"""Makes random weights for the setting `load_format="dummy"`."""
 
 import zlib
 from collections.abc import Callable, Mapping
@@ -11,9 +11,10 @@ BOUND = 0.035  # the uniform distribution then has standard deviation 0.02, the 
 
 
 def load_dummy(model: nn.Module, loaders: Mapping[str, tuple[Callable, list]]) -> None:
-    """Load small random numbers. The numbers depend only on the tensor's name, so all ranks have the same model.
+    """Load small random numbers.
 
-    `loaders` come from `utils.loader.weight_loaders`.
+    The numbers in a tensor depend only on the tensor's name, so all ranks have the same model. `loaders` come from
+    `utils.loader.weight_loaders`.
     """
 
     def draw(name: str, shape: tuple[int, ...]) -> torch.Tensor:

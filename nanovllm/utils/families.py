@@ -21,15 +21,19 @@ MODELS |= {
 
 
 def find_model_type(raw: dict, file: Path) -> str:
-    """Return the key in MODELS for a config.json. If its `model_type` is unknown, other entries are used."""
+    """Return the key of MODELS that fits a config.json.
+
+    If `model_type` is unknown, other entries of config.json decide.
+    """
     model_type = str(raw.get("model_type"))
     return model_type if model_type in MODELS else find_by_architecture(raw, file)
 
 
 def find_by_architecture(raw: dict, file: Path) -> str:
-    """Return the key in MODELS for the text model or the `architectures` of a config.json.
+    """Return the key of MODELS that fits the `text_config` or the `architectures` of a config.json.
 
-    If there is a text model, this function imports its family. Raises ValueError if MODELS has no such key.
+    If there is a `text_config`, this function imports the text model's family. Raises ValueError if no key of MODELS
+    fits.
     """
     text, architectures = raw.get("text_config"), raw.get("architectures") or ()
     text_type = text.get("model_type") if isinstance(text, dict) else None

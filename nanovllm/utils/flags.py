@@ -1,4 +1,4 @@
-"""Makes command line flags from the fields of a dataclass. The help texts come from its docstring."""
+"""Makes command line flags from the fields of a dataclass. The help texts come from the dataclass's docstring."""
 
 import argparse
 import inspect
@@ -18,13 +18,16 @@ METAVARS |= {"limit_mm_per_prompt": "JSON", "mm_processor_kwargs": "JSON", "allo
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports errors in one line. Forbids abbreviations, because new flags could make them ambiguous."""
+    """A parser that reports errors in one line.
+
+    The parser accepts no abbreviated flags, because new flags could make abbreviations ambiguous.
+    """
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, allow_abbrev=False, **options)
 
     def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
-        """Let a subcommand's parser reject unknown arguments. The error then refers to the subcommand's help."""
+        """Let a subcommand's parser reject unknown arguments, so that the error refers to the subcommand's help."""
         parsed, unknown = super().parse_known_args(*arguments, **options)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self._hint(unknown)}")
@@ -55,10 +58,13 @@ def add_flags(
     several: Container[str] = (),
     defaults: Mapping[str, str] | None = None,
 ) -> None:
-    """Add a group of flags, one for each field, such as `--like-this`. Unused flags are not in the namespace.
+    """Add a group of flags, one for each field, such as `--like-this`.
 
-    several: fields whose flags take several values. All other flags are repeated for each value.
-    defaults: texts for defaults that are not the fields' defaults.
+    The parsed namespace contains only flags that are used.
+
+    several: fields whose flags take several values. All other flags take one value, and are repeated to pass several
+        values.
+    defaults: help texts for defaults that differ from the fields' defaults.
     """
     group = parser.add_argument_group(title)
     help_texts = descriptions(settings)
@@ -87,7 +93,10 @@ def _items(values: list[str]) -> list[str]:
 
 
 def descriptions(settings: type) -> dict[str, str]:
-    """Return a dict of the docstring's field texts. A text is the rest of the line `name: ...` and indented lines."""
+    """Return a dict that maps each field of a dataclass to its text in the docstring.
+
+    A text is the rest of the line `name: ...`, and the indented lines after this line.
+    """
     texts: dict[str, str] = {}
     doc = inspect.cleandoc(settings.__doc__ or "")  # Python 3.13 removes the indentation itself
     for names, lines in re.findall(r"^(\w+(?:, \w+)*): (.*(?:\n    .*)*)", doc, re.MULTILINE):
@@ -100,14 +109,14 @@ def _flag(name: str) -> str:
 
 
 def _default(field: Field) -> str:
-    """Return a field's default in the syntax of a shell. If the field's text states the default, return ""."""
+    """Return a field's default in the syntax of a shell. If the default is missing or empty, return ""."""
     if isinstance(field.default, bool):
         return "on" if field.default else "off"
     return "" if field.default is MISSING or field.default in (None, (), "") else str(field.default)
 
 
 def _in_words_of_a_shell(text: str, flags: Mapping[str, str]) -> str:
-    """Replace field names in a help text with flags. Remove the text from " In Python" on."""
+    """Replace field names in a help text with flags. Remove the text that begins with " In Python"."""
     text = text.partition(" In Python")[0].removesuffix(".")
     return re.sub(r"`([^`]*)`", lambda name: flags.get(name[1], name[1]), text)
 
@@ -115,8 +124,8 @@ def _in_words_of_a_shell(text: str, flags: Mapping[str, str]) -> str:
 def _options(field: Field) -> dict[str, Any]:
     """Return argparse's options for a field.
 
-    If the field's type is a union, a value is converted to one of its types. The tests below are in the order of
-    preference. Other values stay text.
+    If the field's type is a union, the first test below that succeeds decides how a value is converted. If no test
+    succeeds, the value stays text.
     """
     hint = field.type
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)

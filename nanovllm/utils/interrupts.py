@@ -10,11 +10,11 @@ _is_held = False  # whether a block of the main thread delays Ctrl-C
 
 @contextmanager
 def interrupts_held() -> Iterator[list]:
-    """Delay Ctrl-C until the block ends. If blocks are nested, delay Ctrl-C until the outermost block ends.
+    """Delay Ctrl-C until the `with` block ends. If blocks are nested, delay Ctrl-C until the outermost block ends.
 
-    Yields a list, which is empty until the outermost block is interrupted. Lists of nested blocks stay empty. In other
-    threads than the main thread, nothing is delayed, because Python runs signal handlers in the main thread. Nothing is
-    delayed either if the signal handler was not installed from Python, because Python could not restore it.
+    Yields a list, which is empty until the outermost block is interrupted. The lists of inner blocks stay empty.
+    Outside the main thread, nothing is delayed, because Python runs signal handlers in the main thread. Ctrl-C is also
+    not delayed if its handler was not installed from Python, because Python could not restore this handler.
     """
     global _is_held
     is_main = threading.current_thread() is threading.main_thread()

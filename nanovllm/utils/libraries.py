@@ -1,4 +1,4 @@
-"""Imports the libraries of an engine. This is faster than plain imports, which matters for command-line tools."""
+"""Imports the libraries of an engine faster than plain imports do, so that command-line tools start sooner."""
 
 import atexit
 import ctypes
@@ -21,11 +21,11 @@ find_distributions = importlib.metadata.packages_distributions
 
 
 def import_libraries(settings: Mapping[str, Any]) -> None:
-    """Import transformers and PyTorch. Meanwhile, PyTorch's native libraries are loaded without the GIL.
+    """Import transformers and PyTorch, while a thread loads PyTorch's native libraries without the GIL.
 
-    Unless `settings` choose a CPU, CUDA is initialized. Forks of this process then can't use CUDA. Garbage collection
+    If `settings` do not choose a CPU, CUDA is initialized, and forks of this process can't use CUDA. Garbage collection
     skips the imported objects. A missing library raises no error before it is used. After Ctrl-C, the process ends with
-    status 130, without waiting for the imports.
+    exit status 130, without waiting for the imports.
     """
     if "torch" in sys.modules:
         return
@@ -60,10 +60,10 @@ def _submit(function: Callable, *arguments: Any) -> Future:
 
 
 def _load_native_libraries(device: str) -> None:
-    """Load PyTorch's native libraries by C functions. ctypes calls these functions without the GIL.
+    """Load PyTorch's native libraries with C functions, which ctypes calls without the GIL.
 
-    An import would hold the GIL. The libraries do not acquire the GIL while they are loaded, so there is no deadlock
-    with an import.
+    A Python import would hold the GIL. The libraries do not acquire the GIL while they are loaded, so they can't
+    deadlock with an import in another thread.
     """
     folder = Path(find_spec("torch").origin).parent  # type: ignore[union-attr, arg-type]
     ctypes.CDLL(None).dlopen(str(folder / "lib" / "libtorch_python.so").encode(), os.RTLD_NOW)
@@ -86,7 +86,7 @@ def _import_modules(native: Future) -> None:
 class _DistributionsOfPackages(Mapping[str, list[str]]):
     """A lazy `importlib.metadata.packages_distributions()`.
 
-    The metadata of all installed packages is read only if a package's name differs from its distribution's name.
+    If a package's name differs from its distribution's name, the metadata of all installed packages is read.
     """
 
     @cached_property

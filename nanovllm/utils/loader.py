@@ -62,10 +62,10 @@ def parameter(
 ) -> nn.Parameter:
     """Make a parameter with a `weight_loader(parameter, loaded_weight, *shard_id)`.
 
-    The loader returns the part of the parameter that it has filled.
+    The weight loader returns the part of the parameter that it has filled.
 
-    The default dtype is that of the model under construction. If the model is quantized, `is_linear` parameters get a
-    shape but no memory, because a weight format will replace them.
+    By default, the parameter has the dtype of the model under construction. In a quantized model, parameters with
+    `is_linear` get a shape but no memory, because a weight format will replace them.
     """
     construction = get_construction()
     dtype = dtype or construction.dtype
@@ -83,7 +83,7 @@ def default_weight_loader(param: torch.Tensor, loaded_weight) -> torch.Tensor:
 def check_shape(weight, shape: tuple[int, ...]):
     """Return `weight`, or `weight(shape)` if `weight` is a function.
 
-    Raises ValueError unless the result has this shape. A weight is a tensor or a safetensors slice.
+    Raises ValueError if the result does not have the shape `shape`. A weight is a tensor or a safetensors slice.
     """
     weight = weight(shape) if callable(weight) else weight
     stored_shape = tuple(weight.shape if isinstance(weight, torch.Tensor) else weight.get_shape())
@@ -93,7 +93,7 @@ def check_shape(weight, shape: tuple[int, ...]):
 
 
 class Shard(NamedTuple):
-    """Locates a rank's part of a weight. The part has a place in the checkpoint and a place in the rank's parameter."""
+    """Locates a rank's part of a weight, in the checkpoint and in the rank's parameter."""
 
     shape: tuple[int, ...]  # of the checkpoint weight
     rows: slice = slice(None)  # of the checkpoint weight
@@ -121,14 +121,14 @@ def load_model(
 ) -> None:
     """Fill `model` from the safetensors files in `folder`. If `load_format` is "dummy", use random numbers instead.
 
-    `model.packed_modules_mapping` maps a module of the checkpoint to (the merged module, the shard id in the merged
-    module). A parameter loads a tensor with `weight_loader(parameter, weight)`. If several tensors share a parameter,
-    the loader also gets a shard id. `show_progress` shows a bar if there are several files, and if loading takes more
-    than BAR_DELAY.
+    `model.packed_modules_mapping` maps the name of a checkpoint's module to a pair: the merged module's name, and the
+    shard id in the merged module. A parameter loads a tensor with `weight_loader(parameter, weight)`. If several
+    tensors share a parameter, the loader also gets a shard id. With `show_progress`, a bar is shown if there are
+    several files and loading takes more than BAR_DELAY seconds.
 
-    Raises a ValueError that names the tensor if a tensor is missing, unexpected or in two files. Raises the same error
-    if a shape is wrong, a dtype is not floating point, or a value is NaN or infinite. If a file is broken or missing,
-    raises a ValueError or FileNotFoundError that names it.
+    If a tensor is missing, unexpected or in two files, raises a ValueError that names the tensor. Also raises a
+    ValueError that names the tensor if a shape is wrong, a dtype is not floating point, or a value is NaN or infinite.
+    If a file is broken or missing, raises a ValueError or FileNotFoundError that names the file.
     """
     if model.config.quantization:
         model.config.quantization.prepare(model, device)
@@ -168,9 +168,10 @@ class StoredTensor(NamedTuple):
 
 
 def find_model_tensors(model: nn.Module, folder: Path) -> dict[str, StoredTensor]:
-    """Return the checkpoint's tensors, by their names in `model`. Tensors that the model ignores are left out.
+    """Return a dict that maps names in `model` to the checkpoint's tensors.
 
-    A head that should be tied to the embedding, but is stored and differs from it, becomes a weight of its own.
+    Tensors that the model ignores are left out. If config.json ties the output head to the embedding, but the
+    checkpoint stores a different head, the head becomes a separate weight.
     """
     quantization = model.config.quantization
     files = find_tensors(folder, FLOAT_DTYPES + (quantization.dtypes if quantization else ()))
@@ -191,7 +192,7 @@ def find_model_tensors(model: nn.Module, folder: Path) -> dict[str, StoredTensor
 
 
 def is_unused(model: nn.Module, name: str) -> bool:
-    """Return whether `model` ignores a checkpoint tensor with this name."""
+    """Return whether `model` ignores a checkpoint tensor with the name `name`."""
     tied = (HEAD,) if model.config.tie_word_embeddings else ()  # the embedding is the head
     scales = model.config.quantization.unused_tensors if model.config.quantization else ()
     # old checkpoints of Llama store the frequencies of the rotary embedding, which config.json defines
@@ -202,8 +203,8 @@ def is_unused(model: nn.Module, name: str) -> bool:
 def find_tensors(folder: Path, dtypes: tuple[str, ...] = FLOAT_DTYPES) -> dict[str, Path]:
     """Return the file of every checkpoint tensor in `folder`.
 
-    Raises ValueError if a file is broken, or if a dtype is not in `dtypes`. As in transformers, if there is a
-    `model.safetensors`, all other files are ignored.
+    Raises ValueError if a file is broken, or if a dtype is not in `dtypes`. If there is a `model.safetensors`, all
+    other files are ignored, as in transformers.
     """
     if (single := folder / "model.safetensors").is_file():
         tensors = {name: (single, dtype) for name, dtype in stored_dtypes(single).items()}
@@ -224,7 +225,7 @@ def stored_dtypes(file: Path) -> dict[str, str]:
 def open_safetensors(file: Path, device: torch.device | str = "cpu"):
     """Return a context manager with the tensors of a file.
 
-    Raises a ValueError that names the file if the file can't be read.
+    If the file can't be read, raises a ValueError that names the file.
     """
     try:
         return safe_open(file, framework="pt", device=str(device))
@@ -245,7 +246,7 @@ def loaders_for(model: nn.Module, stored: Collection[str]) -> dict[str, tuple[Ca
 def weight_loaders(model: nn.Module) -> dict[str, tuple[Callable, list[Any]]]:
     """Return a dict that maps each tensor's checkpoint name to (loader, shard id).
 
-    The shard id is empty unless several tensors share a parameter.
+    If a tensor fills a whole parameter, its shard id is empty.
     """
     loaders = {}
     for name, parameter in model.named_parameters():
@@ -262,9 +263,9 @@ def weight_loaders(model: nn.Module) -> dict[str, tuple[Callable, list[Any]]]:
 
 
 def stored_modules(path: str, module: Any, packed_modules_mapping: dict) -> dict[str, list]:
-    """Return a dict that maps the names of the checkpoint's modules in `module` to lists with the shard id.
+    """Return a dict that maps each checkpoint module that is part of `module` to a list with its shard id.
 
-    `path` is the name of `module` in the model. If nothing is merged, the only list is []. If `module` lacks a shard,
+    `path` is the name of `module` in the model. If `module` merges nothing, its list is []. If `module` lacks a shard,
     such as the values in some attention layers, the shard's name is left out.
     """
     parent, _, own = path.rpartition(".")

@@ -1,4 +1,4 @@
-"""Checkpoints with merged tensors. Such a tensor stores all parts of a merged layer, such as q, k and v."""
+"""Loads merged tensors. A merged tensor stores all parts of a merged layer, such as q, k and v."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,9 +27,10 @@ class RowsOf:
 def load_whole(load: Callable, layer: Any, weight) -> torch.Tensor | None:
     """Load a merged tensor (a weight, a bias or scales), which contains a merged layer's parts in order.
 
-    load: the parameter's `weight_loader`, which takes a part and its shard id. If there is a single scale, all parts
-        use it. Return a tensor with the smallest and the largest value of each part. If `load` returns None, return
-        None.
+    load: the parameter's `weight_loader`, which takes a part and its shard id.
+
+    If there is a single scale, all parts use this scale. Return a tensor with the smallest and the largest value of
+    each part. If `load` returns None, return None.
     """
     sizes, bounds, first = layer.output_sizes, [], 0
     for shard_id, size in zip(layer.shard_ids(), sizes, strict=True):

@@ -24,9 +24,9 @@ def find_model(model: str, revision: str | None = None, with_weights: bool = Tru
 
 
 def check_model(model: str, revision: str | None = None) -> None:
-    """Raise errors of `find_model` and `find_model_type`. Commands can then report them before they import PyTorch.
+    """Raise the errors of `find_model` and `find_model_type`. Commands call this function before they import PyTorch.
 
-    An "owner/name" is not looked up on the hub, because this happens when the model is loaded.
+    A hub id "owner/name" is not checked, because it is looked up on the hub when the model is loaded.
     """
     if "/" in model and HUB_ID.fullmatch(model) and not Path(model).is_dir():
         return

@@ -1,4 +1,4 @@
-"""Tensor names in checkpoints that contain a text model, and also models for images and audio."""
+"""Converts tensor names of checkpoints that contain a text model, and also models for images or audio."""
 
 # prefix in such a checkpoint -> prefix in a checkpoint of the text model
 TEXT_PREFIXES = {
@@ -11,7 +11,7 @@ IMAGE_PREFIXES = (*IMAGE_PARTS, *(f"model.{part}" for part in IMAGE_PARTS))
 
 
 def text_name(name: str) -> str:
-    """Return the name that the tensor would have in a checkpoint of only the text model."""
+    """Return the name that a tensor would have in a checkpoint of only the text model."""
     for prefix, own in TEXT_PREFIXES.items():
         if name.startswith(prefix):
             return own + name.removeprefix(prefix)
@@ -19,7 +19,7 @@ def text_name(name: str) -> str:
 
 
 def nested_names(module: str) -> list[str]:
-    """Return the possible names of a text model's `module` in a checkpoint. The first one is `module` itself."""
+    """Return the possible names of a text model's `module` in a checkpoint. The first name is `module` itself."""
     return [module] + [
         prefix + module.removeprefix(own) for prefix, own in TEXT_PREFIXES.items() if module.startswith(own)
     ]

@@ -1,4 +1,4 @@
-"""Sums that are not computed yet. The kernel that needs the result first adds the summands."""
+"""Defines sums that are not computed yet. Before a kernel uses such a sum, the kernel adds the summands."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +11,13 @@ Compute = Callable[[torch.Tensor | None], torch.Tensor]  # writes its result to 
 
 
 class PartialSum:
-    """A tensor [T, N] in the form of summands. The reader adds them, ideally in a kernel that also does other work.
+    """A tensor [T, N] that is stored as summands.
 
-    parts: [T, N], or [split_k, T, N] if split_k > 1. The reader adds the parts over the first dimension.
-    barrier: lets the kernel that reads wait for the parts of other ranks (distributed/peer_memory.py), or None.
-    norm: the arguments of a norm, or None. The norm replaces the sum (see NormedSum in fused/norm_input.py).
+    The code that reads the tensor adds the summands, ideally in a kernel that also does other work.
+
+    parts: [T, N], or [split_k, T, N] if split_k > 1. The sum over the first dimension is the tensor [T, N].
+    barrier: lets the reading kernel wait for the parts of other ranks (distributed/peer_memory.py), or is None.
+    norm: None, or the arguments of a norm that is applied to the sum (see NormedSum in fused/norm_input.py).
     """
 
     __slots__ = ("device", "parts", "split_k")
@@ -44,7 +46,7 @@ def sum_over_ranks(
     """Sum the result of `compute` over ranks.
 
     The result of `compute` is [num_rows, width], or [split_k, num_rows, width] if `split_k` > 1. If ranks read each
-    other's memory (`tp.sum`), `compute` gets a tensor [split_k, num_rows, width] for the result.
+    other's memory (`tp.sum`), `compute` gets a tensor [split_k, num_rows, width] to write its result to.
     """
     if hasattr(tp, "sum"):
         return tp.sum(compute, num_rows, width, dtype, split_k)

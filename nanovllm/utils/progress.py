@@ -18,8 +18,8 @@ def progress_bar(total: int, disable: bool = False, **options) -> Iterator[Calla
     """Show a tqdm bar. Yield a function `advance(n, **num_tokens)` to call when n more items are done.
 
     A bar is shown only on a terminal or in a notebook, because a file would keep all states of the bar. `num_tokens`
-    contains the number of tokens of each kind since the previous call. The bar shows the rate of each kind. Ctrl-C is
-    delayed while tqdm runs, because an interrupt could leave a lock that all bars share locked.
+    contains the number of tokens of each kind since the previous call. The bar shows the rate of each kind of token.
+    Ctrl-C is delayed while tqdm runs, because an interrupt could leave tqdm's shared lock acquired.
     """
     rates, last_time = {}, perf_counter()
 

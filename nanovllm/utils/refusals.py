@@ -18,7 +18,7 @@ def cache_too_small(config: "Config", block_bytes: int, state_bytes: int, availa
 
 
 def other_tensors(folder: Path, stored: Set[str], wanted: Set[str]) -> ValueError:
-    """Return the error for a checkpoint that has other tensors than the model needs."""
+    """Return the error for a checkpoint whose tensors are not those that the model needs."""
     if missing := wanted - stored:
         return bad_tensors(folder, missing, "are missing")
     return bad_tensors(folder, stored - wanted, "belong to no parameter")

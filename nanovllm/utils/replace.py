@@ -1,4 +1,4 @@
-"""Replaces methods of existing objects, so that features and fast forms change modules and schedulers from outside."""
+"""Replaces methods of existing objects, so that features and fused forms can change modules and schedulers."""
 
 from functools import cache
 from typing import Any
@@ -16,5 +16,5 @@ def replace_methods(module: Any, form: type, prefix: str) -> None:
 
 @cache
 def subclass(form: type, base: Any, prefix: str) -> Any:
-    """Return a subclass of `form` and of the class `base`. The methods of `form` come first."""
+    """Return a subclass of `form` and of the class `base`. The methods of `form` take precedence."""
     return type(prefix + base.__name__, (form, base), {})

@@ -1,4 +1,4 @@
-"""Frequencies of rotary embeddings. Frequencies can be scaled to contexts that are longer than in training."""
+"""Computes the frequencies of rotary embeddings, and scales them to contexts that are longer than in training."""
 
 import math
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ class RopeFrequencies(NamedTuple):
 
 
 def inverse_frequencies(theta: float, size: int) -> torch.Tensor:
-    """Return a tensor [size / 2] with the angle per position of each rotated pair."""
+    """Return a tensor [size / 2] with the angle (radians per position) of each rotated pair."""
     return 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size)
 
 
@@ -68,8 +68,8 @@ def scaled_rope(kind: str, theta: float, rope: dict, raw: Mapping, head_dim: int
 def _llama3_frequencies(inv_freq: torch.Tensor, rope: dict) -> torch.Tensor:
     """Return the frequencies of Llama 3.1. The frequencies of slow pairs are divided by a factor.
 
-    Fast pairs make many turns within the training length. The frequencies of fast pairs do not change. Between slow and
-    fast pairs, frequencies are interpolated.
+    Fast pairs, which make many turns within the training length, keep their frequencies. Between slow and fast pairs,
+    frequencies are interpolated.
     """
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     num_turns = rope["original_max_position_embeddings"] / (2 * math.pi / inv_freq)
@@ -78,7 +78,10 @@ def _llama3_frequencies(inv_freq: torch.Tensor, rope: dict) -> torch.Tensor:
 
 
 def _yarn_frequencies(periods: torch.Tensor, theta: float, rope: dict) -> torch.Tensor:
-    """Return the frequencies of YaRN (Peng et al., 2023). Unlike Llama 3.1, YaRN interpolates by the pair's index."""
+    """Return the frequencies of YaRN (Peng et al., 2023).
+
+    Unlike Llama 3.1, YaRN interpolates by the index of the pair.
+    """
     num_pairs, original_len = len(periods), rope["original_max_position_embeddings"]
     num_turns = rope.get("beta_fast", 32), rope.get("beta_slow", 1)  # in the training length
     first, last = (num_pairs * math.log(original_len / (n * 2 * math.pi), theta) for n in num_turns)
@@ -91,9 +94,9 @@ def _yarn_frequencies(periods: torch.Tensor, theta: float, rope: dict) -> torch.
 
 
 def _yarn_scale(rope: dict) -> float:
-    """Return the scale of cos and sin.
+    """Return the factor by which cos and sin are multiplied.
 
-    Attention scores are multiplied by the square of the scale, which keeps attention sharp.
+    Attention scores are multiplied by the square of this factor, which keeps attention sharp in long contexts.
     """
 
     def scale(weight: float) -> float:
@@ -105,7 +108,10 @@ def _yarn_scale(rope: dict) -> float:
 
 
 def _factors(name: str, rope: dict, num_pairs: int, file: Path) -> torch.Tensor:
-    """Return LongRoPE's divisors of frequencies. The "short" divisors are used up to the original length."""
+    """Return the numbers by which LongRoPE divides frequencies.
+
+    The "short" numbers are for contexts up to the original length.
+    """
     factors = rope[f"{name}_factor"]
     if not isinstance(factors, list) or len(factors) != num_pairs:
         raise ValueError(f"{file}: {name}_factor={factors!r:.80}: must be a list of {num_pairs} numbers")

@@ -7,7 +7,10 @@ POLICIES = {"fcfs": "nanovllm.engine.scheduling_policy:FCFS", "priority": "nanov
 
 
 def check_policy(name: str, policy: Any) -> Any:
-    """Return `policy`. Raises ValueError for an unknown name. Raises TypeError unless it is a name or a policy."""
+    """Return `policy`.
+
+    Raises ValueError if `policy` is an unknown name, and TypeError if `policy` is neither a name nor a policy.
+    """
     if isinstance(policy, str):
         if policy not in POLICIES:
             names = ", ".join(POLICIES)

@@ -1,4 +1,4 @@
-"""Finds tensors in checkpoints with several files. There may be an index."""
+"""Finds tensors in checkpoints with several files, with or without an index."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,10 +7,10 @@ from nanovllm.utils.checks import read_json
 
 
 def find_in_files(folder: Path, stored_dtypes: Callable[[Path], dict[str, str]]) -> dict[str, tuple[Path, str]]:
-    """Return (file, dtype) of every tensor. `stored_dtypes(file)` returns the dtypes in a file.
+    """Return a dict that maps each tensor's name to (file, dtype).
 
-    As in transformers, the index lists the files and their tensors. If there is no index, every *.safetensors file is
-    read.
+    `stored_dtypes(file)` returns the dtypes of a file's tensors. As in transformers, the index lists the files and
+    their tensors. If there is no index, every *.safetensors file is read.
     """
     index = folder / "model.safetensors.index.json"
     names_of: dict[Path, list[str] | None]  # None: all tensors in the file

@@ -20,7 +20,10 @@ class TensorParallel:
         self.size = size
 
     def shard_size(self, what: str, total: int) -> int:
-        """Return an equal share of `total`. If `size` does not divide `total`, raise a ValueError that names `what`."""
+        """Return a rank's equal share of `total`.
+
+        If `size` does not divide `total`, raise a ValueError that names `what`.
+        """
         if total % self.size:
             raise ValueError(f"tensor_parallel_size={self.size}: does not divide the {what} ({total})")
         return total // self.size
@@ -31,7 +34,10 @@ class TensorParallel:
         return slice(self.rank * size, (self.rank + 1) * size)
 
     def for_heads(self, num_kv_heads: int) -> "TensorParallel":
-        """Return the split of key-value heads. If there are fewer heads than ranks, several ranks share a head."""
+        """Return the TensorParallel that splits key-value heads.
+
+        If there are fewer heads than ranks, several ranks share a head.
+        """
         if num_kv_heads >= self.size:
             return self
         if self.size % num_kv_heads:
@@ -39,15 +45,18 @@ class TensorParallel:
         return TensorParallel(self.rank * num_kv_heads // self.size, num_kv_heads)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of every rank's x. May overwrite x."""
+        """Return the sum of all ranks' x. May overwrite x."""
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Concatenate every rank's x [T, N] along the last dimension. Return [T, ranks * N]."""
+        """Concatenate the x [T, N] of all ranks along the last dimension. Return [T, ranks * N]."""
         return x
 
     def all_reduce_max(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the elementwise maximum of all ranks' `keys` [S] int64. This call ends a forward pass. S may be 0."""
+        """Return the elementwise maximum of the `keys` [S] int64 of all ranks.
+
+        S may be 0. This call ends a forward pass.
+        """
         return keys
 
     def barrier(self, device: torch.device) -> None:
@@ -57,4 +66,4 @@ class TensorParallel:
         """Raise RuntimeError if a rank was lost."""
 
     def close(self) -> None:
-        """Disconnect from the other ranks. Queued work must not use the other ranks."""
+        """Disconnect from the other ranks. Work that is still queued must not use the other ranks."""

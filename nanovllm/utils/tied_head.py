@@ -1,4 +1,4 @@
-"""Handles checkpoints that store an output head, although config.json ties it to the embedding."""
+"""Handles checkpoints that store an output head, although config.json ties the head to the embedding."""
 
 import logging
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ NUM_ROWS = 4096  # compared at a time
 def untie_other_head(model: nn.Module, tensors: Mapping[str, StoredTensor]) -> None:
     """Add a separate output head to `model` if the checkpoint's head differs from its embedding.
 
-    `tensors` contains the checkpoint's tensors, by their names in the model. As in transformers 5, the stored head
-    overrides config.json. Transformers 4 ignores the stored head.
+    `tensors` maps names in the model to the checkpoint's tensors. As in transformers 5, the stored head overrides
+    config.json. Transformers 4 ignores the stored head.
     """
     tied, embedding = model.lm_head.weight, head_name(model)
     if embedding not in tensors or _are_equal(tensors[HEAD], tensors[embedding], tied.dtype):
@@ -33,7 +33,7 @@ def untie_other_head(model: nn.Module, tensors: Mapping[str, StoredTensor]) -> N
 
 
 def head_name(model: nn.Module) -> str:
-    """Return the name of the output head's parameter. If the head is tied, this is the embedding's name."""
+    """Return the name of the output head's parameter. If the head is tied, return the embedding's name."""
     return next(name for name, weight in model.named_parameters() if weight is model.lm_head.weight)
 
 

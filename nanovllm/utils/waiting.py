@@ -12,7 +12,7 @@ _is_shown = Lock()  # in nested blocks, only the message of the outermost block 
 
 @contextmanager
 def waiting_for(text: str) -> Iterator[None]:
-    """Log the text. On a terminal, show the text and the elapsed time instead, until the `with` block ends."""
+    """Log the text. On a terminal, do not log, but show the text and the elapsed time until the `with` block ends."""
     if not _is_shown.acquire(blocking=False):
         yield
         return

@@ -24,7 +24,7 @@ def run_engines(
     """Run the workloads on each engine. Return the results, and the errors of engines that failed.
 
     If there are several names, each engine runs in a separate process. After Ctrl-C, no other engine starts, and only
-    the results of complete workloads are returned. An error of the first engine is raised.
+    the results of complete workloads are returned. If the first engine fails, its error is raised.
     """
     results: Results = {}
     errors: list[Exception] = []

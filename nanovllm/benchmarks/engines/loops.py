@@ -16,7 +16,7 @@ BAR: dict[str, Any] = dict(leave=False, dynamic_ncols=True)
 
 
 def measure(engine: str, run: Run, workloads: Workloads, summary: Summary) -> dict[str, Result]:
-    """Execute all runs of each workload, and report its start and end. The first run is a warm-up.
+    """Execute all runs of each workload, and report when the workload starts and ends. The first run is a warm-up.
 
     After Ctrl-C, return the results of the workloads that have finished, if any.
     """

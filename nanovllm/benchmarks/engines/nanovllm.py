@@ -44,7 +44,7 @@ class NanoVllmSteps:
         return output.new_tokens
 
     def seconds_saved(self) -> float:
-        """Estimate how many seconds of computation the prefix cache has saved since the last call.
+        """Estimate how many seconds of computation the prefix cache has saved since the last call of this method.
 
         The estimate assumes the speed that the engine measured at its start.
         """
@@ -53,7 +53,7 @@ class NanoVllmSteps:
         return cost / config.max_num_mixed_tokens * config.max_mixed_step_ms / 1000
 
     def num_loaded_tokens(self) -> int:
-        """Return how many prompt tokens came from host memory since the last call."""
+        """Return how many prompt tokens came from host memory since the last call of this method."""
         total = self.llm.stats().get("tiers", {}).get("host_hits", 0)
         before, self._num_loaded_before = self._num_loaded_before, total
         return total - before

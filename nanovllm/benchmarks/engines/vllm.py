@@ -23,8 +23,8 @@ OF_DRAFTS += "draft_tensor_parallel_size", "synthetic_acceptance_rates"
 def vllm_settings(model: str, settings: dict) -> dict:
     """Return arguments for vLLM: model, dtypes, maximum length, number of ranks, load format, host memory and drafts.
 
-    If `settings` contains settings of IF_GIVEN, vLLM gets them too. If this package loads no vision tower, vLLM loads
-    none either. All other arguments have vLLM's defaults.
+    vLLM also gets the settings that IF_GIVEN lists, if `settings` contains them. If this package loads no vision tower,
+    vLLM loads none either. All other arguments have vLLM's defaults.
     """
     config = Config.create(model, settings)
     names = ["model", "max_model_len", "tensor_parallel_size", "load_format", "quantization", "kv_cache_dtype"]
@@ -44,7 +44,7 @@ def vllm_settings(model: str, settings: dict) -> dict:
 
 
 def speculation(settings: Any) -> dict[str, Any]:
-    """Translate our resolved `speculative_config` for vLLM, which always drafts tokens, even if this saves no time."""
+    """Translate our resolved `speculative_config` for vLLM, which drafts tokens even if drafting saves no time."""
     names = [name for name in OF_DRAFTS if getattr(settings, name) is not None]
     if settings.method == "suffix":
         names += [name for name in settings.__dataclass_fields__ if name.startswith("suffix_")]
@@ -54,7 +54,7 @@ def speculation(settings: Any) -> dict[str, Any]:
 
 @contextmanager
 def ending(engine: Any) -> Iterator[None]:
-    """End vLLM's process when the `with` block ends, because otherwise vLLM 0.33 would never end it."""
+    """End vLLM's process when the `with` block ends, because vLLM 0.33 never ends this process by itself."""
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ class WorkerWithHead(Worker):
     """A worker that drafts with the output layer of an EAGLE-3 head.
 
     vLLM learns from the checkpoint whether a head has an output layer. Without a checkpoint, vLLM would draft with the
-    model's output layer. That layer is several times as large.
+    model's output layer, which is several times as large as the head's.
     """
 
     def load_model(self, **options):

@@ -1,11 +1,11 @@
 """The gated delta rule for prompts (arXiv:2412.06464), with tensor core matmuls over chunks of CHUNK tokens.
 
-Four kernels compute:
+There are four kernels:
 
-1. convolution and gates
-2. everything that does not depend on states, for all chunks in parallel
-3. the state before each chunk, one chunk after the other
-4. the outputs and the gated norm, for all chunks in parallel
+1. The first kernel computes the convolution and the gates.
+2. The second kernel computes everything that does not depend on states, for all chunks in parallel.
+3. The third kernel computes the state before each chunk, one chunk after the other.
+4. The fourth kernel computes the outputs and the gated norm, for all chunks in parallel.
 
 The kernels exchange decays and betas in float32, and all other tensors in the model's dtype. A state stays in float32
 from chunk to chunk, and is rounded only for matmuls, for the last kernel and for storage.
@@ -38,10 +38,10 @@ HEADS_EACH = 2  # value heads of a chunk that a program computes in order, loadi
 def _inverse(system, IS_FLOAT32: tl.constexpr):
     """Invert a lower triangular matrix with ones on the diagonal.
 
-    `system` [CHUNK, CHUNK] contains the part below the diagonal. If A' is the inverse of A and C' is the inverse of C,
-    the inverse of [[A, 0], [B, C]] is [[A', 0], [-C' B A', C']]. Each iteration therefore doubles the size of the
-    inverted blocks. Elements of 16 bits are precise enough. Keys have norm 1, and betas and decays are at most 1, so no
-    element exceeds 1.
+    `system` [CHUNK, CHUNK] contains the part of the matrix below the diagonal. If A' is the inverse of A and C' is the
+    inverse of C, the inverse of [[A, 0], [B, C]] is [[A', 0], [-C' B A', C']]. By this formula, each iteration doubles
+    the size of the inverted blocks. Elements of 16 bits are precise enough for the inverse. Keys have norm 1, and betas
+    and decays are at most 1, so no element exceeds 1.
     """
     DTYPE: tl.constexpr = tl.float32 if IS_FLOAT32 else tl.float16
     i = tl.arange(0, CHUNK)
@@ -219,7 +219,7 @@ def _outputs_kernel(
 
 
 def delta_net_chunks(qkvz, ba, layer: Any, states: Any, state_rows, starts, num_seqs: int, out, count=None) -> None:
-    """Compute `delta_net_chunks` as defined in delta_net/gated_delta_net.py."""
+    """Implement the operation `delta_net_chunks` of delta_net/gated_delta_net.py."""
     heads, x, state_tensors = operands = operands_of(qkvz, ba, layer, states)
     seqs, pad = Sequences(state_rows, count, starts), pad_of(num_seqs)
     plan = Plan(heads, CHUNK.value, seqs_pad=pad, is_summed=True)

@@ -55,7 +55,8 @@ def _inputs_kernel(
 ):
     """Each program computes one head for a tile of a sequence's tokens.
 
-    Query heads come first, then key heads, then value heads. Programs of value heads also compute gates.
+    The programs of query heads come first, then those of key heads, then those of value heads. Programs of value heads
+    also compute gates.
     """
     gdc_launch_and_wait(PDL)
     HEADS: tl.constexpr = PLAN.heads
@@ -164,8 +165,8 @@ def rule_inputs(
 ) -> RuleInputs:
     """Compute the inputs of the delta rule, with q, k and v in `dtype`.
 
-    The result contains rows for each decoding sequence: first `plan.kept` rows for the previous step's drafts, then
-    `plan.rows` rows for this step's tokens.
+    For each decoding sequence, the result contains `plan.kept` rows for drafts of the previous step, followed by
+    `plan.rows` rows for tokens of this step.
     """
     heads, x, states = operands
     if plan.rows:

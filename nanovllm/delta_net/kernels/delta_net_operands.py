@@ -1,8 +1,8 @@
-"""The arguments of the gated delta rule's kernels: a layer, and the sequences of a step.
+"""Defines the arguments of the gated delta rule's kernels, which describe a layer and the sequences of a step.
 
 A token's index is the number of its row in this step, not its position in the sequence. The tokens that a sequence has
-in this step start at index `own`. The inputs of the previous step's accepted drafts were stored. These drafts have the
-indices from `begin` to `own`. The convolution's window ends before index `begin`.
+in this step start at index `own`. The accepted drafts of the previous step, whose inputs were stored, have the indices
+from `begin` to `own`. The convolution's window ends before index `begin`.
 """
 
 from functools import cache
@@ -40,7 +40,7 @@ class Plan(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The inputs of a layer. The rows may have any stride."""
+    """The inputs of a layer: tensors whose rows may have any stride."""
 
     qkvz: torch.Tensor
     stride: int
@@ -85,7 +85,7 @@ def operands_of(qkvz: torch.Tensor, ba: torch.Tensor, layer: Any, states: Any) -
 def pad_of(num_seqs: int) -> int:
     """Round up the number of sequences, because kernels are compiled for each rounded number.
 
-    All numbers up to 1,024 become 32 or 1,024.
+    Numbers up to 32 become 32, and larger numbers up to 1,024 become 1,024.
     """
     return 32 if num_seqs <= 32 else max(1024, triton.next_power_of_2(num_seqs))
 
@@ -98,7 +98,7 @@ def num_decode_rows(seq_ptrs):
 
 @triton.jit
 def sequence_of(seq_ptrs, seq, stride, PLAN: tl.constexpr):
-    """Return a sequence's first token, end token, state row to read, and state row to write."""
+    """Return a sequence's first and end token, and the rows of the states to read and to write."""
     if PLAN.rows:
         own, end = seq * PLAN.rows, seq * PLAN.rows + PLAN.rows
         read = tl.load(seq_ptrs.rows + seq * stride)
@@ -114,7 +114,7 @@ def sequence_of(seq_ptrs, seq, stride, PLAN: tl.constexpr):
 def chunk_of(seq_ptrs, num_seqs, index, CHUNK: tl.constexpr, PAD: tl.constexpr):
     """Return (sequence, index within the sequence) for chunk number `index` of the step.
 
-    If the step has fewer chunks, the returned sequence index is `num_seqs` or more.
+    If the step has no such chunk, the returned sequence index is `num_seqs` or more.
     """
     seq = tl.arange(0, PAD)
     starts_ptr = seq_ptrs.starts + num_decode_rows(seq_ptrs) + seq

@@ -1,11 +1,11 @@
 """The gated delta rule, computed token by token: for decode steps, for drafts, and for batch-invariant chunks.
 
-The first kernel computes convolution and gates of all tokens. The second kernel updates each state in registers. A
-decode step reads and writes each state once, so memory bandwidth limits the speed. In the published models, a state has
-64 KiB per head.
+The first kernel computes the convolution and the gates of all tokens. The second kernel updates each state in
+registers. A decode step reads and writes each state once, so memory bandwidth limits the speed. In the published
+models, a state has 64 KiB per head.
 
-A token is computed with the same instructions in a chunk, in a decode step and as a draft. The bits of a result can
-depend on the number of warps.
+The same instructions compute a token in a chunk, in a decode step and as a draft. The bits of a result can depend on
+the number of warps.
 """
 
 from typing import Any
@@ -58,9 +58,9 @@ def _tokens_kernel(
 ):
     """Each program computes one value head of a sequence: all tokens in order, then their gated norms.
 
-    For a decoding sequence, the accepted drafts of the previous step come first, followed by one token. Then the state
-    is stored. The drafts of this step come last, and do not change the stored state. The last tokens may be copies
-    of the token before them.
+    For a decoding sequence, the accepted drafts of the previous step come first, followed by one token, after which the
+    state is stored. The drafts of this step come last, and do not change the stored state. The last tokens of a
+    sequence may be copies of the token before them.
     """
     gdc_launch_dependents(PDL)
     HEADS: tl.constexpr = PLAN.heads
@@ -142,14 +142,14 @@ def _launch_tokens(
 
 
 def delta_net_step(qkvz, ba, layer: Any, states: Any, rows, out, count=None, num_warps: int | None = None) -> None:
-    """Compute `delta_net_step` as defined in delta_net/gated_delta_net.py."""
+    """Implement the operation `delta_net_step` of delta_net/gated_delta_net.py."""
     _launch_tokens(qkvz, ba, layer, states, Sequences(rows, count), (len(rows), 1, 0), out, num_warps)
 
 
 def delta_net_drafts(
     qkvz, ba, layer: Any, states: Any, rows, context_lens, out, count=None, num_warps: int | None = None
 ) -> None:
-    """Compute `delta_net_drafts` as defined in delta_net/delta_net_drafts.py."""
+    """Implement the operation `delta_net_drafts` of delta_net/delta_net_drafts.py."""
     seqs = Sequences(rows, count, context_lens=context_lens)
     sizes = len(rows), len(qkvz) // len(rows), states.kept_drafts.inputs.shape[1]
     _launch_tokens(qkvz, ba, layer, states, seqs, sizes, out, num_warps)

@@ -14,7 +14,7 @@ HIDDEN_SIZE = "hidden_size_per_layer_input"
 
 
 class Gemma4Details(NamedTuple):
-    """Gemma 4's value of `Windows.more`. A full layer is a layer without a window."""
+    """The value of `Windows.more` for Gemma 4. A full layer is a layer without a window."""
 
     head_dim: int  # of full layers
     num_key_value_heads: int  # of full layers
@@ -63,7 +63,8 @@ def read_details(raw: dict, sizes: tuple[int | None, ...], file: Path) -> Gemma4
 def _read_sources(raw: dict, sizes: tuple[int | None, ...], file: Path) -> tuple[int, ...]:
     """Return `Gemma4Details.sources`.
 
-    The last layers may have no cache. Such layers read the cache of the last layer with a cache and the same window.
+    The last layers may have no cache. A layer without a cache reads the cache of the last layer that has a cache and
+    the same window.
     """
     name = f"{file}: num_kv_shared_layers"
     num_own = len(sizes) - check_int(name, raw.get("num_kv_shared_layers", 0), low=0, high=len(sizes))
@@ -74,7 +75,7 @@ def _read_sources(raw: dict, sizes: tuple[int | None, ...], file: Path) -> tuple
 
 
 def max_table_views(raw: dict, details: Windows) -> int:
-    """Return `ModelConfig.max_table_views`. The number is large enough for any number of ranks."""
+    """Return `ModelConfig.max_table_views`. The returned number is large enough for any number of ranks."""
     own = [size for i, size in enumerate(details.sizes) if details.more.sources[i] == i]
     num_full, more = own.count(None), details.more
     ratio = raw["head_dim"] * raw["num_key_value_heads"] / (more.head_dim * more.num_key_value_heads)

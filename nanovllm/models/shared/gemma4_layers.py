@@ -50,7 +50,10 @@ class Gemma4DecoderLayer(Gemma3DecoderLayer):
 
 
 class Gemma4Router(nn.Module):
-    """Normalizes hidden states, and chooses experts. An expert's weight is multiplied by its `per_expert_scale`."""
+    """Normalizes hidden states, and chooses experts.
+
+    The router's weight for an expert is multiplied by `per_expert_scale`.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -67,7 +70,10 @@ class Gemma4Router(nn.Module):
 
 
 class Gemma4ExpertsLayer(Gemma4DecoderLayer):
-    """Adds the output of the MLP to the output of experts. MLP and experts have the same input, but separate norms."""
+    """Adds the output of the MLP to the output of the experts.
+
+    MLP and experts have the same input, but separate norms.
+    """
 
     def __init__(self, config: ModelConfig, self_attn: nn.Module, mlp: nn.Module):
         super().__init__(config, self_attn, mlp)
@@ -86,7 +92,7 @@ class Gemma4ExpertsLayer(Gemma4DecoderLayer):
 
 
 class Gemma4PerLayer(Gemma4DecoderLayer):
-    """Multiplies the token's embedding for this layer by a gate, and adds a projection of the gated embedding."""
+    """Multiplies each token's embedding for this layer by a gate, and adds a projection of the product."""
 
     def __init__(self, config: ModelConfig, self_attn: nn.Module, mlp: nn.Module):
         super().__init__(config, self_attn, mlp)

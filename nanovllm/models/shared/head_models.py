@@ -1,4 +1,4 @@
-"""Draft heads, which are decoder layers that predict the model's next hidden states.
+"""Defines draft heads: decoder layers that predict the model's next hidden states.
 
 Row `p` of a head reads the hidden state at position `p` and the embedding of the token at position `p + 1`. The row
 predicts the token at position `p + 2`. The row also computes a hidden state, which replaces the model's hidden state at
@@ -76,7 +76,8 @@ class Eagle3Head(nn.Module):
     """The head of Li et al., "EAGLE-3: scaling up inference acceleration of large language models via training-time
     test" (2025).
 
-    For each token, the head reads hidden states from three layers of the model. The head's vocabulary may be smaller.
+    For each token, the head reads hidden states from three layers of the model. The head's vocabulary may be smaller
+    than the model's.
     """
 
     packed_modules_mapping: ClassVar = Qwen3ForCausalLM.packed_modules_mapping
@@ -122,8 +123,8 @@ class Eagle3Head(nn.Module):
 class MtpHead(nn.Module):
     """The draft head in checkpoints of Qwen3.5 and Qwen3-Next ("multi-token prediction").
 
-    The head is one full-attention layer, which reads the model's final hidden states. The embedding and the output
-    matrix belong to the model.
+    The head is one full-attention layer, which reads the model's final hidden states. The head uses the embedding and
+    the output matrix of the model.
     """
 
     packed_modules_mapping: ClassVar = Qwen3ForCausalLM.packed_modules_mapping

@@ -1,6 +1,7 @@
-"""Hybrid decoders. Most layers have a state (gated delta rule), and the other layers have gated attention.
+"""Hybrid decoders. Most layers of a hybrid decoder have a state (gated delta rule); the others have gated attention.
 
-Each family is a subclass. Families differ in feed-forward layers, and in how checkpoints store projections.
+Each family of hybrid decoders is a subclass of HybridForCausalLM. Families differ in feed-forward layers, and in how
+checkpoints store projections.
 """
 
 from dataclasses import replace
@@ -47,9 +48,9 @@ class SharedExpertMoE(MoE):
     """A mixture of experts, and a shared expert that every token uses.
 
     If the shared expert has the shape and the weight format of the other experts, it becomes the last expert in the
-    stacked weights. The router's weight then also contains the shared expert's gate. The shared expert's parameters are
-    views of the stacked weights, and loading fills the views. If experts are parallel or have adapters, nothing is
-    stacked.
+    stacked weights. If the shared expert is stacked, the router's weight also contains the shared expert's gate. The
+    parameters of a stacked shared expert are views of the stacked weights, and loading fills the views. With expert
+    parallelism or adapters, the shared expert is not stacked.
     """
 
     def __init__(self, config: ModelConfig, layer_index: int):
@@ -68,7 +69,7 @@ class SharedExpertMoE(MoE):
     def stack_shared_expert(self) -> None:
         """Replace the shared expert's parameters with views of the stacked weights.
 
-        The weight formats must already be set.
+        The weight formats must be set before this call.
         """
         stacks = self.experts.format.stacks(self.experts)
         for layer, stack in zip((self.shared_expert.gate_up_proj, self.shared_expert.down_proj), stacks):

@@ -13,7 +13,10 @@ TOWER_PREFIX = "model.visual."
 
 
 class NestedModel(nn.Module):
-    """Contains a decoder, `language_model`, and optionally a VisionTower, `visual`. Checkpoints use the same names."""
+    """Contains a decoder, `language_model`, and optionally a VisionTower, `visual`.
+
+    Checkpoints also use the names `language_model` and `visual`.
+    """
 
     def __init__(self, language_model: nn.Module):
         super().__init__()
@@ -24,7 +27,7 @@ class NestedModel(nn.Module):
 
 
 def nest(model: Any, config: ModelConfig) -> None:
-    """Wrap a family's decoder in a NestedModel. If the engine takes images, add the vision tower and M-RoPE."""
+    """Wrap a family's decoder in a NestedModel. If the engine accepts images, add the vision tower and M-RoPE."""
     layers = model.model.layers
     model.model = NestedModel(model.model)
     if config.vision is None:

@@ -38,8 +38,8 @@ def read_windows(raw: dict, file: Path, interval: int, local_theta: float | None
     """Return the fields of ModelConfig that describe windows. A window has `sliding_window` tokens.
 
     If an older checkpoint has no `layer_types`, every `interval`-th layer attends to all tokens. Layers with a window
-    ignore `rope_scaling`. The theta of these layers comes from `rope_parameters["sliding_attention"]`, else from
-    `local_theta`, else from `rope_theta`.
+    ignore `rope_scaling`. For layers with a window, RoPE's theta comes from `rope_parameters["sliding_attention"]`,
+    else from `local_theta`, else from `rope_theta`.
     """
     num_layers = raw["num_hidden_layers"]
     interval = check_int(f"{file}: sliding_window_pattern", raw.get("sliding_window_pattern", interval), low=1)
