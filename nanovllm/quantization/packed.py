@@ -1,8 +1,9 @@
-"""Stores, loads and dequantizes 4-bit weights. Any checkpoint format is possible.
+"""Stores, loads and dequantizes 4-bit weights from checkpoints of any format.
 
-A weight [N, K] consists of 4-bit codes for values. A value is an integer ("int4"), or a floating-point number with two
-exponent bits and one mantissa bit ("e2m1", OCP Microscaling Formats 1.0). In a row of the weight, each group of
-adjacent values shares a scale and, in some formats, a zero point. A code stands for the weight (value - zero) * scale.
+A weight [N, K] consists of 4-bit codes for values. A value is an integer ("int4") or a floating-point number ("e2m1").
+An e2m1 number has two exponent bits and one mantissa bit (OCP Microscaling Formats 1.0). In a row of the weight, each
+group of adjacent values shares a scale and, in some formats, a zero point. A code stands for the weight (value - zero)
+* scale.
 """
 
 from collections.abc import Callable
@@ -29,7 +30,7 @@ DUMMY = {"scales": 2.0**-8, "zeros": MIDDLE, "row_scales": 1.0}  # every scale f
 
 
 class Packed(NamedTuple):
-    """The tensors of a weight [N, K], or of a stack of weights [..., N, K]."""
+    """Holds the tensors of a 4-bit weight [N, K], or of a stack of 4-bit weights [..., N, K]."""
 
     words: torch.Tensor  # [N, 16 * ceil(K / CHUNK)] int32, each with eight codes; padded with arbitrary codes
     scales: torch.Tensor  # [N, groups]: a float dtype of the model, float8_e4m3fn or float8_e8m0fnu
@@ -54,8 +55,9 @@ class PackedScheme:
 
     tensors: (name, field of Packed, reader) of each tensor in the checkpoint. `name` is the end of the tensor's name.
     The `reader` of the field `words` converts the tensor of a whole weight to codes [N, K]. The other readers convert a
-    tensor to the field's shape. The field "contiguous" means a tensor of group ids, which must be in order. If
-    `tensors` is empty, 16-bit weights are quantized while they are loaded.
+    tensor to the field's shape. The field "contiguous" stands for a tensor of group ids that is only checked: the
+    groups must be contiguous. If `tensors` is empty, the checkpoint has 16-bit weights, and they are quantized while
+    they are loaded.
     """
 
     codes: str
@@ -128,10 +130,10 @@ def _quantize(weight: torch.Tensor, group_size: int, dtype: torch.dtype) -> tupl
 
 
 class PackedWeight:
-    """The parameters of a layer's 4-bit weight, with loaders.
+    """Holds the parameters of a layer's 4-bit weight, and their loaders.
 
-    `parameters` maps each tensor's name in the checkpoint to a parameter. `select` is described in ScaledWeight. Raise
-    ValueError if a group belongs to the inputs of two ranks.
+    `parameters` maps each tensor's name in the checkpoint to a parameter. The class ScaledWeight describes `select`.
+    Raise ValueError if one group contains inputs of two ranks.
     """
 
     advice = "use fewer ranks"  # the end of this error's message
