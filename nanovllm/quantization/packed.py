@@ -2,8 +2,8 @@
 
 A weight [N, K] consists of 4-bit codes for values. A value is an integer ("int4") or a floating-point number ("e2m1").
 An e2m1 number has two exponent bits and one mantissa bit (OCP Microscaling Formats 1.0). In a row of the weight, each
-group of adjacent values shares a scale and, in some formats, a zero point. A code stands for the weight (value - zero)
-* scale.
+group of adjacent values shares a scale and, in some formats, a zero point. The weight that a code stands for is
+(value - zero) * scale.
 """
 
 from collections.abc import Callable

@@ -15,10 +15,10 @@ from nanovllm.vision.prompt_images import PromptImage
 
 
 class ImagePart(NamedTuple):
-    """A part of a message to another rank. The rank computes embeddings of images when all parts have arrived.
+    """A part of a message to another rank, which computes embeddings of images when all parts have arrived.
 
-    Together, the parts contain the pixels of `images`, and digests of images. The rank drops the latter images to free
-    memory. `images` have no pixels, and have one size.
+    All parts together contain the pixels of `images`, and the digests of images that the rank drops to free memory. The
+    objects in `images` contain no pixels, and all images have the same size.
     """
 
     images: list[PromptImage]

@@ -1,4 +1,4 @@
-"""The vision tower of Qwen3-VL and Qwen3.5 (arXiv:2511.21631). Maps patches to embeddings of tokens.
+"""Implements the vision tower of Qwen3-VL and Qwen3.5 (arXiv:2511.21631), which maps patches to embeddings of tokens.
 
 Every rank has the whole tower. Images of one size are encoded together. In shapes, B is the number of images, and P is
 the number of patches of each image.
@@ -35,7 +35,10 @@ class TowerLinear(nn.Module):
 def add_layer_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the layer norm of x + residual, and the sum. Both are [B, P, N]. May overwrite `residual`."""
+    """Return the layer norm of x + residual, and the sum x + residual. Both results are [B, P, N].
+
+    May overwrite `residual`.
+    """
     x = x + residual
     return F.layer_norm(x, weight.shape, weight, bias, eps), x
 
@@ -50,12 +53,12 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, NORM_EPS)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the norm of x + residual, and the sum."""
+        """Return the norm of x + residual, and the sum x + residual."""
         return add_layer_norm(x, residual, self.weight, self.bias, NORM_EPS)
 
 
 class PatchProjection(nn.Module):
-    """A 3D convolution. The stride is the kernel size, so a patch needs one matmul. All frames of a patch are equal."""
+    """Computes a 3D convolution as a matmul, because the stride is the kernel size. All frames of a patch are equal."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()
@@ -76,7 +79,7 @@ class PatchEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """Learned embeddings on a square grid. The embeddings are interpolated for images of any size."""
+    """Holds learned embeddings on a square grid, which are interpolated for images of any size."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()
@@ -99,7 +102,10 @@ def rotate_patches(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
 
 @operation
 def patch_attention(qkv: torch.Tensor) -> torch.Tensor:
-    """Return the attention [B, P, heads * N] of each patch to all patches of its image. qkv is [B, P, 3, heads, N]."""
+    """Compute the attention [B, P, heads * N] of each patch to all patches of its image.
+
+    qkv is [B, P, 3, heads, N].
+    """
     q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, P, N]
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
@@ -111,7 +117,7 @@ def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> to
 
 
 class TowerAttention(nn.Module):
-    """Attention. Each patch of an image attends to all patches of the image."""
+    """Computes attention. Each patch of an image attends to all patches of the image."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()
@@ -144,17 +150,20 @@ class TowerBlock(nn.Module):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output of the MLP, and the residual that the next block must add. Both are [B, P, hidden_size]."""
+        """Return the output of the MLP, and the residual that the next block must add.
+
+        Both tensors are [B, P, hidden_size].
+        """
         x, residual = self.norm1.add(x, residual)
         x, residual = self.norm2.add(self.attn(x, cos, sin), residual)
         return self.mlp(x), residual
 
 
 class PatchMerger(nn.Module):
-    """Maps patches [B, P, hidden_size] to tokens [B, tokens, outputs]. Each square of patches becomes a token."""
+    """Maps patches [B, P, hidden_size] to tokens [B, tokens, outputs]. Each square of patches becomes one token."""
 
     def __init__(self, config: VisionConfig, norms_squares: bool):
-        """norms_squares: True if the norm is over a square of patches. Otherwise, the norm is over each patch."""
+        """norms_squares: whether the norm is over each square of patches, not over each patch."""
         super().__init__()
         self.size = config.hidden_size * config.merge_size**2
         self.norm = LayerNorm(self.size if norms_squares else config.hidden_size)
@@ -167,7 +176,7 @@ class PatchMerger(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """The vision tower. Attributes have the same names as in checkpoints."""
+    """The vision tower. Its attributes have the names that checkpoints use."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()
@@ -187,8 +196,8 @@ class VisionTower(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Map images [B, height, width, 3] of uint8 to embeddings [1 + layers, B, tokens, out_hidden_size].
 
-        The first embeddings replace the placeholders of images. The other embeddings are added after the first layers
-        of the text model (DeepStack, arXiv:2406.04334).
+        The embeddings at index 0 replace the placeholders of images. The embeddings at other indices are added after
+        the first layers of the text model (DeepStack, arXiv:2406.04334).
         """
         height, width = (size // self.config.patch_size for size in images.shape[1:3])
         x = self.patch_embed.proj(self._patches(images))
@@ -203,7 +212,7 @@ class VisionTower(nn.Module):
         return torch.stack([self.merger(x + residual), *levels])
 
     def _patches(self, images: torch.Tensor) -> torch.Tensor:
-        """Return normalized patches [B, P, 3, patch_size, patch_size]. The patches of a square are adjacent."""
+        """Return normalized patches [B, P, 3, patch_size, patch_size]. The patches of a square are adjacent in P."""
         n, size = self.config.merge_size, self.config.patch_size
         rows, columns = (length // (n * size) for length in images.shape[1:3])
         squares = images.view(len(images), rows, n, size, columns, n, size, 3)
@@ -214,7 +223,8 @@ class VisionTower(nn.Module):
     def _rotation(self, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines [P, 1, head_dim / 2].
 
-        A patch's row determines the rotation of half of the pairs. The patch's column determines the others.
+        The row of a patch determines the rotation of half of the pairs. The column determines the rotation of the other
+        half.
         """
         rows, columns = (torch.arange(n, dtype=torch.float32, device=self.mean.device) for n in (height, width))
         places = torch.stack((rows[:, None].expand(height, width), columns.expand(height, width)), -1)
@@ -222,7 +232,7 @@ class VisionTower(nn.Module):
         return angles.cos(), angles.sin()
 
     def _in_squares(self, grid: torch.Tensor) -> torch.Tensor:
-        """Put x [height, width, N] into the order of the patches. The result is [height * width, N]."""
+        """Put `grid` [height, width, N] into the order of the patches. The result is [height * width, N]."""
         height, width, size = grid.shape
         n = self.config.merge_size
         return grid.view(height // n, n, width // n, n, size).transpose(1, 2).reshape(-1, size)

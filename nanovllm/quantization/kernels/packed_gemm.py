@@ -243,7 +243,10 @@ def packed_tiles(num_rows: int) -> Tiles:
 def packed_gemm(
     x: torch.Tensor, weight, split_k: int = 1, out: torch.Tensor | None = None, tiles: Tiles | None = None
 ) -> torch.Tensor:
-    """Return the partial sums of x W^T in `out` [split_k, M, N]. x [M, K] and the Packed weight [N, K] are contiguous."""
+    """Return the partial sums of x W^T in `out` [split_k, M, N].
+
+    x [M, K] and the Packed weight [N, K] are contiguous.
+    """
     m, n = len(x), len(weight.words)
     out = torch.empty((split_k, m, n), dtype=x.dtype, device=x.device) if out is None else out
     tiles = tiles or packed_tiles(m)
