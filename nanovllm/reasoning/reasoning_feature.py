@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ReasoningStage(StepFeature):
-    """Stores a `Reasoning` for each sequence. The `Reasoning` processes the tokens as they reach the host."""
+    """Stores a `Reasoning` for each sequence, which processes each token when the token reaches the host."""
 
     @classmethod
     def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:

@@ -1,7 +1,7 @@
 """Limits the images that a step encodes, because the vision tower delays all sequences that decode in the step.
 
-The cost of an image is a number of tokens of the step's budget. For a cost of n, the vision tower needs about as many
-operations as the text model needs for n tokens.
+The cost of an image is a number of tokens of the step's budget. An image of cost n takes the vision tower about as many
+operations as n tokens take the text model.
 """
 
 from collections.abc import Callable

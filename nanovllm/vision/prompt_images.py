@@ -8,7 +8,7 @@ import numpy as np
 
 
 class PromptImage(NamedTuple):
-    """Describes an image that has a size for the vision tower.
+    """Describes an image that was scaled for the vision tower.
 
     pixels: uint8 [height, width, 3] as bytes.
     rows, columns: the height and the width of the image in tokens.

@@ -2,7 +2,7 @@
 
 The heads of vision towers have 72 columns, but the sizes of tiles are powers of two. Each tile of queries, keys or
 values therefore has a wide part of 64 columns and a second part of 16 columns. The second part is filled up with zeros.
-The kernel of a library computes as if the heads had 128 columns.
+A library's attention kernel would compute as if the heads had 128 columns.
 """
 
 from typing import NamedTuple
