@@ -10,9 +10,9 @@ from nanovllm.sampling_params import SamplingParams
 def register_feature(feature: type[StepFeature]) -> None:
     """Add a feature to every engine that this process creates from now on.
 
-    Engines with a registered feature must have a single rank. The feature's `fields` name attributes of a subclass of
-    SamplingParams. Each field has a column of numbers on the device. `rows.column(name)` returns the field's value for
-    each row, or 0 for requests that do not use the feature.
+    Engines with a registered feature must have a single rank. The feature's `fields` are the names of attributes of a
+    subclass of SamplingParams. Each field has a column of numbers on the device. `rows.column(name)` returns the
+    field's value for each row, or 0 for requests that do not use the feature.
 
     Raises ValueError if the feature's name or the name of a field is taken, or if no column is left.
     """

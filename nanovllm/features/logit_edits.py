@@ -1,8 +1,8 @@
 """Edits logits in the same way as vLLM: `logit_bias`, penalties, bad words, allowed token ids and `min_tokens`.
 
 On the device, each request has a row of numeric parameters (see kernels/sampling/sampling_columns.py). The tables
-`EditTables` store the parameters that are lists. `penalize` applies all edits. On CUDA, `penalize` is one kernel. On
-other devices, it is plain PyTorch.
+`EditTables` store the parameters that are lists. `penalize` applies all edits. `penalize` is one kernel on CUDA, and
+plain PyTorch on other devices.
 """
 
 from collections.abc import Iterable
@@ -47,8 +47,8 @@ class TokenMask:
 
     A feature with `masks_tokens` assigns a TokenMask to `seq.token_mask`.
 
-    Each mask is an array as `mask_of` returns it. The masks of a TokenMask replace the mask of `allowed_token_ids`, so
-    they must allow only ids that `allowed_mask` allows.
+    Each mask is an array like those that `mask_of` returns. The masks of a TokenMask replace the mask of
+    `allowed_token_ids`, so they must allow only ids that `allowed_mask` allows.
     """
 
     def __init__(self, seq: Sequence, vocab_size: int):
@@ -285,8 +285,8 @@ def check_edits(
 def bad_word_token_ids(tokenizer, words: Iterable[str], vocab_size: int) -> tuple[tuple[int, ...], ...]:
     """Tokenize each word with and without a leading space, and return the distinct token sequences.
 
-    Raises ValueError if there are more than `MAX_BAD_WORDS` sequences, if a sequence is empty or has more than
-    `MAX_BAD_WORD_TOKENS` tokens, or if a token id is outside the vocabulary.
+    Raises ValueError if there are more than `MAX_BAD_WORDS` sequences, or if a token id is outside the vocabulary.
+    Raises ValueError if a sequence is empty or has more than `MAX_BAD_WORD_TOKENS` tokens.
     """
     sequences: dict[tuple[int, ...], None] = {}  # an ordered set
     for word in words:

@@ -3,8 +3,8 @@
 For generated tokens, the setting `logprobs_mode` selects which logits are used. For prompt tokens, the model's raw
 logits are always used. Beam search needs log-probabilities, and so do requests that set `logprobs` or
 `prompt_logprobs`. A step contains a `LogprobRequest` for each token whose log-probabilities are needed. After the
-forward pass, every rank creates a `PendingLogprobs`, which computes the log-probabilities. They reach the host with the
-step's result. Finally, logprob_outputs.py adds the text of the tokens.
+forward pass, every rank creates a `PendingLogprobs`, which computes the log-probabilities. The log-probabilities reach
+the host with the step's result. Finally, logprob_outputs.py adds the text of the tokens.
 """
 
 from collections import defaultdict
@@ -56,8 +56,8 @@ class StepLogprobs(NamedTuple):
     """Contains the log-probabilities of a step. An entry that no request asked for is None.
 
     of_tokens: one entry for each token of `StepResult.token_ids`.
-    of_prompts: for each chunk of the step, None, or a list with an entry for each prompt token from `start + 1` to
-        `end`. If a chunk is recomputed, the chunk's list is returned again.
+    of_prompts: one item for each chunk of the step. An item is None, or a list with an entry for each prompt token from
+        `start + 1` to `end`. If a chunk is recomputed, the chunk's list is returned again.
     """
 
     of_tokens: list[KeptLogprobs | None]
@@ -123,7 +123,7 @@ class TokenLogprobs(StepFeature):
     ) -> None:
         """Store the log-probabilities of each sequence.
 
-        If a sequence pauses after each token, store its candidates instead.
+        If a sequence pauses after each token, store the candidates for the next token instead.
         """
         if result is None:
             return

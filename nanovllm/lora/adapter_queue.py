@@ -20,7 +20,10 @@ class AdapterSlots:
     """
 
     def __init__(self, num_slots: int, write: Callable[[int, Adapter], None]):
-        """`write(slot, adapter)` stores an adapter on all ranks. Steps that are launched later can use the adapter."""
+        """`write(slot, adapter)` stores an adapter on all ranks.
+
+        Steps that are launched after the call can use the adapter.
+        """
         self.num_slots, self._write = num_slots, write
         self._stored: OrderedDict[Adapter, None] = OrderedDict()  # the least recently used adapter is first
         self._free = [*reversed(range(num_slots))]
@@ -102,5 +105,5 @@ class AdapterQueue(WaitingQueue):
         return {adapter_of(seq) for seq in self._holding()}
 
     def _holding(self) -> list[Sequence]:
-        """Return the running sequences, which keep the slots of their adapters in use."""
+        """Return the running sequences, whose adapters are in use."""
         return [*self._scheduler.running.values(), *self._scheduler.prefilling.values()]

@@ -28,7 +28,7 @@ class AdapterRegistry:
         experts: Mapping[str, ExpertsShape],
         slots: "AdapterSlots",
     ):
-        """shapes: (inputs, outputs) of each linear layer that can have an adapter, by checkpoint name.
+        """shapes: (inputs, outputs) of each linear layer that can have an adapter, by name in the checkpoint.
 
         experts: the mixtures of experts, by name.
         slots: the adapters on the devices.
@@ -39,7 +39,7 @@ class AdapterRegistry:
         self._lock = threading.Lock()  # so that two threads do not read the same adapter
 
     def get(self, request: LoRARequest) -> Adapter:
-        """Return an adapter. If it is not in memory, read its files.
+        """Return an adapter. If the adapter is not in memory, read the adapter's files.
 
         Raises ValueError if another adapter in memory has the same `lora_int_id`. Raises the errors of `read_adapter`.
         """

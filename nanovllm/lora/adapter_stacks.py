@@ -59,8 +59,8 @@ class AdapterStacks:
 
     targets: the modules of the checkpoint that can have an adapter, by name, in the same order on all ranks.
     experts: the sizes of each mixture of experts, by name. The projections of experts are the last targets.
-    slots_of_requests: the adapter slot of each request index, or -1 if the request has no adapter. The last entry is
-        for padding rows.
+    slots_of_requests: the adapter slot of each request index, or -1 if the request has no adapter. The last entry of
+        `slots_of_requests` is for padding rows.
     """
 
     def __init__(self, model: Any, config: Config, device: torch.device):

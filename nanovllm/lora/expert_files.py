@@ -25,7 +25,7 @@ WRAPPED = ".base_layer"  # what PEFT adds to the experts' name if another parame
 
 
 class ExpertsShape(NamedTuple):
-    """Describes the sizes of a mixture of experts, which are totals over all ranks."""
+    """Describes the sizes of a mixture of experts. Each size is a total over all ranks."""
 
     num_experts: int
     hidden_size: int
@@ -101,7 +101,7 @@ class ExpertReader:
         return found
 
     def _read_single(self, path: str, projection: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Read the adapters of a projection that are stored for each expert separately.
+        """Read the adapters of a projection from a file that stores the adapter of each expert separately.
 
         An expert without an adapter gets zeros. Zeros also pad matrices that have a smaller rank.
         """

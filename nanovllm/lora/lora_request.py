@@ -8,7 +8,7 @@ from nanovllm.utils.checks import check_int, check_unicode
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """Names an adapter, as in vLLM.
+    """Names an adapter. The fields are those of vLLM's LoRARequest.
 
     lora_name: a name that people can read.
     lora_int_id: a number that identifies the adapter. If the adapter's files change, use a new number, or call
@@ -36,7 +36,7 @@ class Adapter:
     """Holds the weights of an adapter in host memory. New requests with the same `lora_int_id` share one Adapter.
 
     ranks: the rank of each module in `AdapterStacks.targets`. 0 means that the adapter does not change the module.
-    weights: a flat tensor. For each changed module, the tensor contains A [rank, inputs] and then B [outputs, rank]. B
+    weights: a flat tensor. For each changed module, `weights` contains A [rank, inputs] and then B [outputs, rank]. B
         includes the scale of the adapter. For a projection of experts, A and B contain the matrices of all experts.
     salt: a 64-bit hash of the ranks and weights, so that different adapters don't share cached prefixes.
     slot: the slot in which the devices store the adapter, or None.

@@ -23,7 +23,7 @@ ANSWERS = ("no", "yes")  # Qwen3-Reranker's answers: irrelevant, relevant
 class PoolingConfig:
     """Says how an engine computes a vector from a text, for the tasks "embed", "score" and "classify".
 
-    num_values: the number of values that a step computes for a text. It is the hidden size, or the number of logits.
+    num_values: the number of values that a step computes for a text (the hidden size, or the number of logits).
     mode: which hidden states become the vector. "last" uses the state of the last token, "cls" uses the state of the
         first token, and "mean" uses the mean of all states.
     normalize: whether embeddings are divided by their Euclidean norm by default.

@@ -72,7 +72,7 @@ def num_kept_of(config: Config, truncate_prompt_tokens: int | None) -> int | Non
 
 
 def cut_prompts(prompts: list[Prompt], num_kept: int | None, processor: InputProcessor) -> list[Prompt]:
-    """Cut each prompt to `num_kept` tokens. If `num_kept` is None, only a limit of the checkpoint can cut prompts."""
+    """Cut each prompt to `num_kept` tokens. If `num_kept` is None, prompts are cut only to the checkpoint's limit."""
     num_kept = num_kept_of(processor.config, num_kept)
     return prompts if num_kept is None else [cut_prompt(prompt, num_kept, processor) for prompt in prompts]
 
@@ -89,9 +89,9 @@ def pair_prompt(
     """Return the prompt for scoring a document against a query.
 
     The text comes from `template`, which contains `{query}`, `{document}` and, if needed, `{instruction}`. If
-    `template` is None, the checkpoint's chat template makes the text, if it has the roles "query" and "document". If
-    the chat template lacks these roles, RERANKER_TEMPLATE makes the text for models of RERANKER_FAMILIES. For other
-    models, the tokenizer joins the query and the document.
+    `template` is None, and the checkpoint's chat template has the roles "query" and "document", the chat template makes
+    the text. If the chat template lacks the two roles, RERANKER_TEMPLATE makes the text for models of
+    RERANKER_FAMILIES. For other models, the tokenizer joins the query and the document.
 
     truncate_prompt_tokens: the maximum number of tokens of the prompt; -1 means `max_model_len`. If the prompt has more
         tokens, the end of the document is left out. The query and the template are never cut.

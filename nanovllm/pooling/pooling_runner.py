@@ -122,7 +122,7 @@ class PoolingRunner(BatchRunner):
         """Add a step's hidden states [T, hidden_size] to `partial_vectors`.
 
         Return the vectors of the prompts that this step completes, in float32. In the mode "mean", a vector is the mean
-        of all hidden states of a prompt. In the mode "cls", it is the first hidden state.
+        of all hidden states of a prompt. In the mode "cls", a vector is the first hidden state.
         """
         starts, lengths, rows = batch.cu_seqlens_q, batch.context_lens, batch.state_rows[1].long()
         is_first_chunk = (lengths == starts.diff()).unsqueeze(1)

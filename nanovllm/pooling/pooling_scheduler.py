@@ -23,7 +23,7 @@ class PooledSequence(Sequence):
 
 
 class PooledResult(NamedTuple):
-    """Holds the result of a step on the host, and replaces `StepResult`.
+    """Holds the result of a step on the host, in place of a `StepResult`.
 
     vectors: a vector for each sequence in the step's `sampled_seqs`.
     """

@@ -1,8 +1,8 @@
 """Implements linear layers with FP8 weights and FP8 activations (W8A8) on GPUs with FP8 units.
 
-A single row of activations is not quantized, because reading the weights limits the speed of the matmul. Several rows
-are quantized by the kernel of the preceding norm or activation. If nothing precedes the layer, a separate kernel
-quantizes the rows.
+A single row of activations is not quantized, because reading the weights limits the speed of the matmul. If there are
+several rows, the kernel of the preceding norm or activation quantizes them. If nothing precedes the layer, a separate
+kernel quantizes the rows.
 """
 
 from functools import cache
@@ -133,7 +133,7 @@ FUSED_ACTIVATIONS[FP8SiluAndMul.forward] = SWIGLU
 def _has_scaled_mm(device: torch.device, is_row: bool) -> bool:
     """Return whether PyTorch can multiply e4m3 matrices with scales.
 
-    If `is_row`, each row has a scale, otherwise each block.
+    If `is_row` is True, each row has a scale. If not, each block has a scale.
     """
     if device.type != "cuda":
         return False

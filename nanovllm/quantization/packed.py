@@ -53,11 +53,11 @@ class Packed(NamedTuple):
 class PackedScheme:
     """Describes a 4-bit weight, and the tensors that store it in a checkpoint.
 
-    tensors: (name, field of Packed, reader) of each tensor in the checkpoint. `name` is the end of the tensor's name.
-    The `reader` of the field `words` converts the tensor of a whole weight to codes [N, K]. The other readers convert a
-    tensor to the field's shape. The field "contiguous" stands for a tensor of group ids that is only checked: the
-    groups must be contiguous. If `tensors` is empty, the checkpoint has 16-bit weights, and they are quantized while
-    they are loaded.
+    tensors: a tuple (name, field of Packed, reader) for each tensor in the checkpoint. `name` is the end of the
+    tensor's name. The `reader` of the field `words` converts the tensor of a whole weight to codes [N, K]. The other
+    readers convert a tensor to the field's shape. The field "contiguous" stands for a tensor of group ids that is only
+    checked: the groups must be contiguous. If `tensors` is empty, the checkpoint has 16-bit weights, and they are
+    quantized while they are loaded.
     """
 
     codes: str
@@ -112,8 +112,8 @@ def dequantize_packed(weight: Packed, dtype: torch.dtype) -> torch.Tensor:
 def quantize(weight: torch.Tensor, group_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Round a weight [N, K] to integers with zero points. Return words, scales in `dtype`, and zero points.
 
-    The integers of a group cover the range from the group's smallest weight to its largest weight. If any weight of a
-    group is not finite, the group's scale is not finite.
+    The range of a group's integers covers the smallest weight of the group, the largest weight of the group, and 0. If
+    any weight of a group is not finite, the group's scale is not finite.
     """
     parts = [_quantize(part, group_size, dtype) for part in weight.split(ROWS_AT_A_TIME)]
     return tuple(torch.cat(found) for found in zip(*parts))
@@ -208,7 +208,7 @@ class PackedWeight:
         return torch.cat(filled[1::3])
 
     def _load(self, field: str, read: Callable, _: torch.Tensor, weight, *arguments) -> torch.Tensor | None:
-        """Load this rank's shard of one of the checkpoint's tensors."""
+        """Load this rank's shard of a tensor of the checkpoint."""
         if (selected := self.select(*arguments)) is None:
             return None
         shard, index = selected

@@ -84,7 +84,7 @@ class PackedExperts(ExpertsFormat):
 
 
 class PackedStack(PackedWeight):
-    """Holds one of the two stacks of weights that a rank's experts have."""
+    """Holds the stacked weights of a rank's experts: `gate_up_proj` or `down_proj`."""
 
     advice = "use fewer ranks, or expert_parallel=True, which divides no expert"
 

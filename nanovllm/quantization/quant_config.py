@@ -75,7 +75,7 @@ class QuantConfig:
         return name.removesuffix("_inv") if has_one_scale and name.endswith(".weight_scale_inv") else name
 
     def adapt(self, loaders: dict[str, tuple[Callable, list]], stored: Collection[str]) -> None:
-        """Remove `optional` tensors that are not stored from `loaders`, and add checks of `zero` tensors.
+        """Remove from `loaders` the `optional` tensors that are not stored, and add checks of `zero` tensors.
 
         loaders: the result of `weight_loaders`.
         stored: the names of the checkpoint's tensors.
@@ -152,7 +152,7 @@ class QuantConfig:
 
 
 def check_zero(tensor: Any) -> None:
-    """Check that a tensor of the checkpoint that the model lacks is zero. Serves as a weight loader."""
+    """Raise ValueError if a tensor that the model lacks is not zero. `adapt` uses this function as a weight loader."""
     if tensor[...].any():
         raise ValueError("is not zero, and the model has no such parameter")
 
@@ -160,8 +160,8 @@ def check_zero(tensor: Any) -> None:
 def check_unread(where: str, raw: dict, neutral: Mapping[str, Collection]) -> None:
     """Raise ValueError if an entry of `raw` changes the meaning of the checkpoint, but the library does not read it.
 
-    neutral: maps the names of entries that are not read to the values that change nothing. Empty values and False are
-        always accepted.
+    neutral: maps the name of each unread entry to the values that change nothing. Empty values and False are always
+        accepted.
     """
     for name, values in neutral.items():
         if (value := raw.get(name)) and value not in values:

@@ -8,7 +8,7 @@ from nanovllm.utils.loader import Shard, check_shape
 
 
 class ScaledExperts(ExpertsFormat):
-    """The weight format for experts with 8-bit weights, whose matmuls use the dtype of the activations (W8A16)."""
+    """The weight format for experts with 8-bit weights and matmuls in the dtype of the activations (W8A16)."""
 
     is_scaled = True
 
@@ -49,7 +49,7 @@ class FP8Experts(ScaledExperts):
 
 
 class StackedWeight(ScaledWeight):
-    """Holds one of the two stacks of weights that a rank's experts have."""
+    """Holds the stacked weights of a rank's experts: `gate_up_proj` or `down_proj`."""
 
     def __init__(self, shape: tuple[int, ...], scheme: QuantScheme, block: Block, experts: Experts, shard_ids: tuple):
         self.first_expert, self.num_local = experts.first_expert, experts.num_local

@@ -1,4 +1,4 @@
-"""Implements linear layers with 8-bit weights, whose matmuls use the dtype of the activations (W8A16)."""
+"""Implements linear layers with 8-bit weights and matmuls in the dtype of the activations (W8A16)."""
 
 from typing import Any
 

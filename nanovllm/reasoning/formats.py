@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class ReasoningFormat(NamedTuple):
-    """The two markers that enclose the reasoning before an answer.
+    """Describes the two markers that enclose the reasoning before an answer.
 
     is_open: whether, by default, the model starts inside the reasoning and writes no begin marker. If the prompt
         contains a marker, the marker overrides this default.

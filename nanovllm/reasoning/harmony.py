@@ -2,7 +2,7 @@
 
 The format is described at cookbook.openai.com/articles/openai-harmony. A message consists of `<|start|>`, a header,
 `<|message|>`, a body, and one of `<|end|>`, `<|return|>` and `<|call|>`. The prompt ends with `<|start|>assistant`, so
-an answer begins within a header. The header names a channel and, in a call, a recipient:
+an answer begins within a header. The header contains the name of a channel and, in a call, a recipient:
 
     <|channel|>analysis<|message|>Paris is meant.<|end|>
     <|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>

@@ -1,7 +1,7 @@
 """Determines the forms in which a chat template reads messages, and converts conversations to these forms.
 
 Clients send the content of a message as text, as a list of parts, or not at all. Clients send the arguments of tool
-calls as text. The forms that a template supports can only be found in its source code.
+calls as text. The forms that a template supports can be found only in the source code of the template.
 """
 
 import json

@@ -55,7 +55,7 @@ def _byte_level_bytes(token: str) -> bytes:
 
 
 class Detokenizer:
-    """Decodes an answer. The time is linear in the length of the answer.
+    """Decodes an answer. Decoding takes time linear in the length of the answer.
 
     The text of the answer is `decode(prompt + answer)` without its prefix `decode(prompt)`. `decode` is the tokenizer's
     method, with `clean_up_tokenization_spaces=False`. The bytes of the tokens form a UTF-8 stream, so a character

@@ -53,7 +53,7 @@ class InputProcessor:
 
     @property
     def num_requests(self) -> int:
-        """The number of requests so far. All request ids are below this number."""
+        """The number of requests so far. All request ids are below the number of requests."""
         return MAX_REQUESTS - operator.length_hint(self._unused_ids)
 
     def next_request_id(self) -> int:

@@ -35,7 +35,7 @@ class BlockFiles:
     def __init__(self, folder: Path, max_bytes: int):
         """`max_bytes` limits the total size of the files.
 
-        Files of earlier engines are used, and count towards `max_bytes`.
+        Files that earlier engines have written are used, and count towards `max_bytes`.
         """
         self.folder, self.max_bytes = folder, max_bytes
         for file in folder.glob("*.tmp"):  # an engine may have ended early, or may write this file now
@@ -57,7 +57,10 @@ class BlockFiles:
         return block_hash in self._sizes
 
     def add(self, block_hash: int, num_bytes: int) -> None:
-        """Add the size of a file that `write` has written. If all files together are too large, delete other files."""
+        """Add the size of a file that `write` has written.
+
+        If all files together exceed the limit, delete other files.
+        """
         self._num_bytes += num_bytes - self._sizes.pop(block_hash, 0)
         self._sizes[block_hash] = num_bytes
         self._delete_oldest()
@@ -96,8 +99,8 @@ class BlockFiles:
     def read(self, block_hash: int, token_ids: list[int], rows: list[np.ndarray]) -> None:
         """Read a file into `rows`.
 
-        Raises DamagedFileError, or another OSError if the file can't be read. After an error, the contents of `rows`
-        are undefined.
+        Raises DamagedFileError if the file is damaged, and another OSError if the file can't be read. After an error,
+        the contents of `rows` are undefined.
         """
         path, expected_ids = self._path(block_hash), packed_ids(token_ids)
         with path.open("rb", buffering=0) as file:

@@ -13,7 +13,8 @@ class CachedBlock(NamedTuple):
 
     If a model has recurrent states or window tables, the prefix cache may store two contents for the same tokens. The
     block in `Sequence.block_table` has hash `h`. The second contents (a snapshot of the state, or blocks of the window
-    tables) have hash `~h`. The block and the second contents may be stored without each other.
+    tables) have hash `~h`. The block may be stored without the second contents, and the second contents without the
+    block.
     """
 
     block_hash: int

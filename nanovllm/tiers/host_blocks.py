@@ -96,7 +96,7 @@ class HostBlocks:
     def end_of_copies(self, num_copies: int) -> Callable[[], bool]:
         """Return a function that tells whether all ranks have completed the first `num_copies` copies.
 
-        If there is one rank, the function ignores copies to the device, for which there is `has_ended`.
+        If there is one rank, the function ignores copies to the device, which `has_ended` checks.
         """
         return (lambda: True) if self.shared is None else partial(self.shared.have_ended, num_copies)
 

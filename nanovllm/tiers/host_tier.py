@@ -102,7 +102,7 @@ class HostTier(Connector):
         self._call("allocate", self._num_rows, np.empty(0, np.int32))
 
     def _ids_of_rows(self, block: CachedBlock) -> list[int]:
-        """Return the id of the block or state that each row of `block` stores."""
+        """For each row of `block`, return the id of the block or state that the row stores."""
         num_rows_of = self._runner.host_blocks.num_rows_of
         return [i for i in block.block_ids for _ in range(num_rows_of(self._runner, i))]
 

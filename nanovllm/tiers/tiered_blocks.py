@@ -187,7 +187,7 @@ class TieredBlockManager(BlockManager):
         return None if load.has_ended else load
 
     def _longest_prefix(self, seq: Sequence) -> list[Key]:
-        """Return the keys of the contents of the longest prefix of `seq` that is on the device or in the store."""
+        """Find the longest prefix of `seq` that the device or the store has, and return the keys of its contents."""
         keys = self._known_blocks(seq)
         end = last = len(keys)
         while last > self._first_needed(end):  # look for the second contents of the blocks that end before `end`
@@ -282,7 +282,10 @@ class TieredBlockManager(BlockManager):
     # -- what a subclass adds to ---------------------------------------------------------------------------------------
 
     def _first_needed(self, num_blocks: int) -> int:
-        """Return the index of the first of `num_blocks` blocks of a prefix that needs second contents (hash `~h`)."""
+        """Return the index of the first block that needs second contents (hash `~h`).
+
+        The prefix has `num_blocks` blocks.
+        """
         return num_blocks
 
     def _ids_on_device(self, block_hash: int, token_ids: list[int]) -> tuple[int, ...] | None:
@@ -397,8 +400,9 @@ class TieredWindows(TieredBlockManager, WindowBlockManager):
     If a block has the hash `h`, its column has the hash `~h`: see CachedBlock.
 
     Most columns are freed when the window of a running sequence has passed them. Freed columns are not stored, because
-    few prompts could use them. Such a prompt must differ from the sequence within the next few blocks. Columns are
-    stored at the end of a prompt, at the end of a sequence, and at the end of a prefix that a second prompt shares.
+    few prompts could use them. Only a prompt that differs from the sequence within the next few blocks could use a
+    freed column. Columns are stored at the end of a prompt, at the end of a sequence, and at the end of a prefix that a
+    second prompt shares.
     """
 
     def reset(self) -> None:

@@ -49,6 +49,6 @@ class ImageScheduler(Scheduler):
         return left._replace(num_tokens=left.num_tokens - sum(self._new_images(seq, end).values()))
 
     def _new_images(self, seq: Sequence, end: int) -> dict[int, int]:
-        """Map the index of the first token of each new image in the chunk up to `end` to the image's cost."""
+        """Return the cost of each new image in the chunk up to `end`, by the index of the image's first token."""
         placed = images_in(seq, seq.num_computed_tokens, end)
         return {first: cost for image, first in placed if (cost := self.cost_of_image(image))}

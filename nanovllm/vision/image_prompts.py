@@ -96,7 +96,10 @@ class ImagePromptReader:
         return [self._with_images(prompt, found) for prompt in prompts]
 
     def _sources(self, prompt: Any) -> list[ImageSource]:
-        """Return the images of a prompt that have not been read. If the prompt is not valid, return an empty list."""
+        """Return those images of a prompt that have not been read yet.
+
+        If the prompt is not valid, return an empty list.
+        """
         if not has_images(prompt):
             return []
         try:
@@ -135,8 +138,8 @@ def _expanded(token_ids: list[int], images: list[PromptImage], image_token_id: i
 def _split(prompt: Any, vision: VisionConfig) -> tuple[str, Any, Any]:
     """Return the name of the field with images, the prompt without images, and the images.
 
-    The images are a list of ImageSource, or a PromptImages. In a conversation, placeholders replace the images. Raises
-    TypeError or ValueError for anything that is not an image.
+    The images are a list of ImageSource objects, or a PromptImages object. In a conversation, placeholders replace the
+    images. Raises TypeError or ValueError for anything that is not an image.
     """
     return _split_conversation(prompt, vision) if is_conversation(prompt) else _split_prompt(prompt, vision)
 

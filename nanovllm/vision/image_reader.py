@@ -55,8 +55,8 @@ class ImageReader:
     def cut(self, opened: Any, bounds: tuple[int, int] | None = None) -> PromptImage:
         """Decode a PIL image, and scale it. Raises the same ValueErrors as `read`.
 
-        bounds: the least and the greatest number of pixels after scaling. By default, the VisionConfig contains the
-            bounds.
+        bounds: the least and the greatest number of pixels after scaling. The defaults are the bounds in the
+            VisionConfig.
         """
         image, vision = self._in_rgb(opened), self.vision
         square = vision.patch_size * vision.merge_size

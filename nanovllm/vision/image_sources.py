@@ -1,4 +1,4 @@
-"""Finds the image that a part of a conversation refers to, and the size to scale the image to. Opens no image."""
+"""Finds the image that a part of a conversation refers to, and the limits for scaling the image. Opens no image."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,8 +43,8 @@ def part_source(part: Mapping[str, Any], vision: VisionConfig) -> ImageSource:
     """Return the image in an image part of a message.
 
     Raises TypeError or ValueError for an invalid part or unknown entry. A string can be a path only in the entries
-    `image` and `path`. HTTP requests can't read files of the server, because they contain only `image_url` (see
-    serve/chat.py).
+    `image` and `path`. HTTP requests can't read files of the server, because their image parts contain only `image_url`
+    (see serve/chat.py).
     """
     entries, names = image_entries(part), SOURCES[part["type"]]
     for name in entries.keys() - {*names, *LIMITS}:

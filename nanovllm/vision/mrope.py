@@ -1,4 +1,4 @@
-"""Rotates by temporal, vertical and horizontal positions of tokens (interleaved MRoPE, arXiv:2511.21631)."""
+"""Implements rotary embedding by temporal, vertical and horizontal positions (interleaved MRoPE, arXiv:2511.21631)."""
 
 import torch
 

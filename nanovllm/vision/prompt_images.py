@@ -45,7 +45,7 @@ class PromptImages:
     """Holds the images of a prompt, in order. All answers to the prompt share one PromptImages object."""
 
     def __init__(self, images: Sequence[PromptImage], token_ids: Sequence[int], image_token_id: int):
-        """For each token of an image, `token_ids` must contain `image_token_id`, at consecutive indices."""
+        """`token_ids` must contain `image_token_id` once for each token of an image, at consecutive indices."""
         self.placed: list[PlacedImage] = []
         self.num_prompt_tokens = len(token_ids)
         ids, end = np.asarray(token_ids), 0
@@ -65,7 +65,7 @@ class PromptImages:
     def _positions(self) -> np.ndarray:
         """The temporal, vertical and horizontal positions of the prompt's tokens: [3, tokens] int32.
 
-        The position after an image is the image's first position plus the number of tokens on its longer side.
+        The position after an image is the image's first position plus the number of tokens on the image's longer side.
         """
         parts, end, position = list[np.ndarray](), 0, 0
         for image, start in self.placed:

@@ -15,7 +15,7 @@ from nanovllm.vision.prompt_images import PromptImage
 
 
 class ImagePart(NamedTuple):
-    """A part of a message to another rank, which computes embeddings of images when all parts have arrived.
+    """A part of a message to another rank. The rank computes embeddings of images when all parts have arrived.
 
     All parts together contain the pixels of `images`, and the digests of images that the rank drops to free memory. The
     objects in `images` contain no pixels, and all images have the same size.

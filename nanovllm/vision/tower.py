@@ -163,7 +163,7 @@ class PatchMerger(nn.Module):
     """Maps patches [B, P, hidden_size] to tokens [B, tokens, outputs]. Each square of patches becomes one token."""
 
     def __init__(self, config: VisionConfig, norms_squares: bool):
-        """norms_squares: whether the norm is over each square of patches, not over each patch."""
+        """norms_squares: whether the norm is over each square of patches instead of each patch."""
         super().__init__()
         self.size = config.hidden_size * config.merge_size**2
         self.norm = LayerNorm(self.size if norms_squares else config.hidden_size)
@@ -176,7 +176,7 @@ class PatchMerger(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """The vision tower. Its attributes have the names that checkpoints use."""
+    """The vision tower. The tower's attributes have the names that checkpoints use."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()
@@ -212,7 +212,7 @@ class VisionTower(nn.Module):
         return torch.stack([self.merger(x + residual), *levels])
 
     def _patches(self, images: torch.Tensor) -> torch.Tensor:
-        """Return normalized patches [B, P, 3, patch_size, patch_size]. The patches of a square are adjacent in P."""
+        """Return normalized patches [B, P, 3, patch_size, patch_size]. The patches of a square are adjacent."""
         n, size = self.config.merge_size, self.config.patch_size
         rows, columns = (length // (n * size) for length in images.shape[1:3])
         squares = images.view(len(images), rows, n, size, columns, n, size, 3)

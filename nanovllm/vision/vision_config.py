@@ -47,10 +47,11 @@ class VisionConfig:
     merge_size: a token stands for a square of `merge_size` x `merge_size` patches.
     grid_side: the side of the square grid of learned position embeddings.
     deepstack_layers: layers of the vision tower whose outputs are also used for the first layers of the text model.
-    image_token_id: the id of the placeholder token. A prompt has one placeholder per merged square of an image.
+    image_token_id: the id of the placeholder token. A prompt has one placeholder for each square of patches that
+        becomes a token.
     mrope_section: how many pairs of columns of a head use the temporal, the vertical and the horizontal position.
-    image_mean, image_std: one number for each of the three colors. The tower gets (pixel - mean) / std, for pixels from
-        0 to 1.
+    image_mean, image_std: one number for each of the three colors. The tower gets (pixel - mean) / std, where pixels
+        range from 0 to 1.
     resample: the number of Pillow's filter for scaling, such as 3 for bicubic.
     min_pixels, max_pixels: the least and the greatest number of pixels that a scaled image may have.
     max_images: the maximum number of images in a prompt.
@@ -207,7 +208,7 @@ def _read_processor(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
 def _processor_entries(folder: Path) -> tuple[str, dict[str, Any]]:
     """Return the place and the content of the image processor's entries.
 
-    The precedence of files is that of transformers.
+    Files take precedence in the same order as in transformers.
     """
     file = folder / "processor_config.json"
     if file.exists() and (found := read_json(file).get("image_processor")) is not None:

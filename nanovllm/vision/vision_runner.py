@@ -23,7 +23,7 @@ MAX_PATCHES = 2**14  # that are encoded together, unless a single image has more
 
 
 class ImageStore:
-    """Stores the embeddings of images on a rank's device, by the images' digests.
+    """Stores the embeddings of images on a rank's device. The keys are the digests of the images.
 
     If the store is full, the least recently used embeddings are removed. Rank 0 chooses which images are encoded and
     which are removed, and tells the other ranks.
@@ -110,7 +110,7 @@ def image_embeddings(decoder: Any, tokens: torch.Tensor, levels: torch.Tensor) -
     """Let a decoder use the embeddings of images during a `with` block.
 
     The first of `levels` [1 + layers, N, hidden_size] replaces the embeddings of `tokens` [N]. The other levels are
-    added to the outputs of the first layers.
+    added to the outputs of the decoder's first layers.
     """
 
     def replace(module: Any, arguments: Any, embeddings: torch.Tensor) -> torch.Tensor:

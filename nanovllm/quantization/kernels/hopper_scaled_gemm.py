@@ -86,7 +86,7 @@ def _load_weights(w_tiles, rings, i, n, block, X_ROWS: gl.constexpr, PLAN: gl.co
 
 @gluon.jit
 def _load_scales(scale_ptrs, row, n, block, sizes, PLAN: gl.constexpr):
-    """Load the scales of a block of inputs. The scales are those of the tile's rows and of its two weight blocks."""
+    """Load the scales of the tile's rows and of the tile's two weight blocks, for a block of inputs."""
     x_ptr, w_ptr, stride = scale_ptrs
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     block = gl.minimum(block, PLAN.k_blocks - 1)

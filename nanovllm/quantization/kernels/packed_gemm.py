@@ -48,7 +48,7 @@ class PackedShape(NamedTuple):
 def assembly_of(is_e2m1: bool, dtype: torch.dtype, is_scaled_later: bool = False) -> tuple[str, ...]:
     """Return, for each slice of a tile, the instructions that convert the slice.
 
-    Half as many instructions are needed as the compiler would use.
+    The compiler would use twice as many instructions.
 
     $1 and $2 are adjacent words. $0 receives the values of both words as a pair of 16-bit numbers, plus the pair $3.
     `prmt` combines halves of both words, so that the next instructions extract both codes together. The bits of an
@@ -170,7 +170,7 @@ def add_packed_product(acc, x_ptr, x_row, is_x_row, w_ptrs, row, is_row, first, 
 
 @triton.jit
 def times_row_scales(y, w_ptrs, row, is_row):
-    """Multiply y [tile_n, tile_m] by the factors of the weight's rows, if there are any."""
+    """If the rows of the weight have factors, multiply y [tile_n, tile_m] by the factors."""
     if w_ptrs[3] is not None:
         y *= tl.load(w_ptrs[3] + row, is_row, 0.0)[:, None]
     return y

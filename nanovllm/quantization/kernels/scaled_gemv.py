@@ -24,11 +24,11 @@ SHORT = 2**24  # a matmul with at most this many weights is short
 
 @triton.jit
 def _load_tile(w_ptrs, first_n, k, is_column, N, SHAPE: tl.constexpr, ROWS: tl.constexpr, MATRICES: tl.constexpr):
-    """Return a tile with ROWS rows of weights. Also return the results' factors and biases [ROWS, MATRICES].
+    """Return a tile with ROWS rows of weights.
 
-    The tile begins at row `first_n`, and is [ROWS, MATRICES, parts, lane], with zeros where `is_column` is False. If
-    there are no scales, the factors are 1. If there is no bias, the biases are 0. `k` and `is_column` are [parts,
-    lane].
+    Also return the factors and the biases of the results, which are [ROWS, MATRICES]. The tile begins at row `first_n`,
+    and is [ROWS, MATRICES, parts, lane], with zeros where `is_column` is False. If there are no scales, the factors are
+    1. If there is no bias, the biases are 0. `k` and `is_column` are [parts, lane].
     """
     w_ptr, scale_ptr, bias_ptr = w_ptrs
     n = tl.minimum(first_n + tl.arange(0, ROWS), N - 1)  # instead of a mask, which would cost registers and time

@@ -58,7 +58,7 @@ def _load(ring, buffer, use, tiles, image, patch, column):
 
 @gluon.jit
 def _load_tiles(tiles, rings, num_images, num_patches, SHAPE: gl.constexpr):
-    """Run the loading warp. It loads queries, and then keys and values from the last tile to the first tile."""
+    """Run the loading warp, which loads queries, and then keys and values from the last tile to the first tile."""
     queries, keys, values = rings
     count = (num_patches + SHAPE.tile - 1) // SHAPE.tile
     index, n, i = gl.program_id(0), 0, 0
@@ -110,7 +110,7 @@ def _scaled(sums, factor):
 
 @gluon.jit
 def _store(out_ptr, sums, work, row, num_patches, FIRST: gl.constexpr, SHAPE: gl.constexpr):
-    """Store sums [64, columns] as the elements of a head from FIRST on.
+    """Store sums [64, columns] as the elements of a head, beginning with element FIRST.
 
     `row` is the first row's index in a tile of queries.
     """

@@ -33,7 +33,7 @@ def _rotate_kernel(qkv_ptr, cos_ptr, sin_ptr, P, HEADS: tl.constexpr, HALF: tl.c
 
 
 def rotate_patches(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate q and k in qkv [B, P, 3, heads, N] in place, and return qkv. vision/tower.py defines the operation."""
+    """Rotate q and k in qkv [B, P, 3, heads, N] in place, and return qkv. See vision/tower.py."""
     num_images, num_patches, _, num_heads, size = qkv.shape
     if not qkv.is_contiguous():
         return NotImplemented
