@@ -34,6 +34,6 @@ def register_feature(feature: type[StepFeature]) -> None:
 
 
 def check_ranks(num_ranks: int) -> None:
-    """Raise ValueError if a feature was registered, because the processes of other ranks do not know it."""
+    """Raise ValueError if a feature was registered, because the processes of other ranks do not know the feature."""
     if any(isinstance(feature.home, type) for feature in FEATURES.values()):
         raise ValueError(f"tensor_parallel_size={num_ranks}: must be 1 with registered features")

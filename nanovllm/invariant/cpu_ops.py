@@ -8,7 +8,7 @@ rows:
 - Matmuls: the library chooses an algorithm by shape. The replacement uses all threads to multiply blocks of a fixed
   shape.
 - Functions of few elements: PyTorch computes most elements of a tensor with vector instructions, but the last elements
-  one by one. The replacements compute such functions row by row.
+  one by one. The replacements compute functions of few elements row by row.
 - The chunked form of the gated delta rule: sums depend on where a chunk begins. The replacement computes each token
   alone, as in a decode step.
 """

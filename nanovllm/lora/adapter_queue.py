@@ -60,8 +60,8 @@ class AdapterQueue(WaitingQueue):
 
     A slot is in use while a sequence with the slot's adapter runs. While a sequence waits for a slot, later sequences
     may overtake it. At most `max_num_seqs` of the overtaking sequences may use adapters, so a slot eventually becomes
-    free. An overtaking sequence counts if it still runs when `next_ready` is called again. If the sequence has ended by
-    then, its slot is free.
+    free. An overtaking sequence counts if it still runs when `next_ready` is called again. If an overtaking sequence
+    has ended when `next_ready` is called again, the sequence's slot is free.
     """
 
     def __init__(self, scheduler: "Scheduler", slots: AdapterSlots):

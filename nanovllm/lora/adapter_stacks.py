@@ -143,7 +143,7 @@ class AdapterStacks:
 def _local_sizes(shards: list[Any]) -> tuple[int, int]:
     """Return how many of a layer's inputs and outputs belong to this rank.
 
-    The shape of the weight may differ from these sizes, because the weight may be quantized.
+    The shape of the weight may differ from the returned sizes, because the weight may be quantized.
     """
     first = shards[0].parts[0]
     rows = (len(range(piece.shape[0])[piece.rows]) for shard in shards for piece in shard.parts)

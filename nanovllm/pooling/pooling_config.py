@@ -24,8 +24,8 @@ class PoolingConfig:
     """Says how an engine computes a vector from a text, for the tasks "embed", "score" and "classify".
 
     num_values: the number of values that a step computes for a text (the hidden size, or the number of logits).
-    mode: which hidden states become the vector. "last" uses the state of the last token, "cls" uses the state of the
-        first token, and "mean" uses the mean of all states.
+    mode: which hidden state becomes the vector: the last token's ("last"), the first token's ("cls"), or the mean of
+        all tokens' states ("mean").
     normalize: whether embeddings are divided by their Euclidean norm by default.
     activation: the function that maps logits to scores or probabilities: "sigmoid", "softmax" or "identity".
     labels: the names of the classes, or () for embeddings.

@@ -38,9 +38,9 @@ class QuantConfig:
         pattern.
     ignore: name patterns of layers that are not quantized.
 
-    A pattern can be the name of a module in the checkpoint, the end of this name, or the name of a parent module.
-    "Linear" matches all layers. If a pattern begins with "re:", the rest is a regular expression, which must match the
-    beginning of the name. Embeddings, the output head and routers are never quantized.
+    A pattern can be the name of a module in the checkpoint, the end of this name, or the name of a parent module. The
+    pattern "Linear" matches all layers. If a pattern begins with "re:", the rest is a regular expression, which must
+    match the beginning of the name. Embeddings, the output head and routers are never quantized.
     """
 
     name: str  # the format's name in the setting `quantization`

@@ -8,7 +8,7 @@ class ReasoningFormat(NamedTuple):
     """Describes the two markers that enclose the reasoning before an answer.
 
     is_open: whether, by default, the model starts inside the reasoning and writes no begin marker. If the prompt
-        contains a marker, the marker overrides this default.
+        contains a marker, the marker overrides `is_open`.
     inner: special tokens that may follow the begin marker in a prompt, and do not begin a turn.
     """
 

@@ -16,9 +16,9 @@ class Stage(Enum):
 class Markers:
     """Holds the markers of a reasoning format, and the tokens that represent the markers in a model's vocabulary.
 
-    Most models have one token for each marker. For these models, a marker is recognized only in a token that contains
-    the whole marker. Several tokens that together spell the marker are part of the reasoning. If a model has no marker
-    tokens, any tokens that together spell a marker are recognized.
+    Most models have one token for each marker. If a model has marker tokens, a marker is recognized only in a token
+    that contains the whole marker. Several tokens that together spell the marker are part of the reasoning. If a model
+    has no marker tokens, any tokens that together spell a marker are recognized.
     """
 
     def __init__(self, form: ReasoningFormat, tokenizer: Any, token_bytes: Mapping[int, bytes]):

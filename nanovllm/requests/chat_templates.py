@@ -36,7 +36,7 @@ class TemplateForms(NamedTuple):
     roles: the names that the template compares with the role of a message.
     reasoning: the names of message entries from which the template reads the reasoning.
     is_harmony: whether the template refuses a message that has reasoning, content and tool calls. If True, the content
-        of such a message becomes reasoning.
+        of a message with reasoning and tool calls becomes reasoning.
     """
 
     content_parts: bool = False

@@ -150,7 +150,7 @@ class DiskTier(HostTier):
                 logger.warning("swap_dir: not all cache blocks could be written in %g seconds", EXIT_SECONDS)
 
     def close(self) -> None:
-        """End the threads when they have done all work. From then on, the tier does not use files."""
+        """End the threads when they have done all work. After `close`, the tier does not use files."""
         self._threads.close()
         self._files = None
 

@@ -289,7 +289,7 @@ class TieredBlockManager(BlockManager):
         return num_blocks
 
     def _ids_on_device(self, block_hash: int, token_ids: list[int]) -> tuple[int, ...] | None:
-        """Return the ids of the blocks or the state on the device that have these contents, or None."""
+        """Return the ids of the device's blocks or state with the given contents, or None if the device lacks them."""
         block_id = self.hash_to_block_id.get(block_hash)
         return None if block_id is None or self.blocks[block_id].token_ids != token_ids else (block_id,)
 

@@ -6,8 +6,8 @@ segments of a query are added in order. The result is therefore the same whether
 (flash-decoding) compute the segments of a query.
 
 The result of a matmul must not depend on the number of rows per tile, or on whether the tiles are transposed. Hopper's
-instructions for 64 rows (wgmma) meet this requirement, which tests/test_invariant_kernels.py checks. The older
-instruction `mma.sync` was observed to round differently.
+instructions for 64 rows (wgmma) round in the same way in all tiles, which tests/test_invariant_kernels.py checks. The
+older instruction `mma.sync` was observed to round differently.
 """
 
 import torch
