@@ -1,4 +1,7 @@
-"""Features that only some requests use. They cost nothing in a step without such requests."""
+"""Implements features that only some requests use.
+
+If no request of a step uses a feature, the feature costs nothing.
+"""
 
 from nanovllm.engine.features import FEATURES, Feature, StepFeature
 from nanovllm.sampling_params import SamplingParams
@@ -7,9 +10,9 @@ from nanovllm.sampling_params import SamplingParams
 def register_feature(feature: type[StepFeature]) -> None:
     """Add a feature to every engine that this process creates from now on.
 
-    These engines must have a single rank. The feature's `fields` name attributes of a subclass of SamplingParams. Each
-    field has a column on the device. `rows.column(name)` returns the field's value for each row, or 0 for requests that
-    do not use the feature.
+    Engines with a registered feature must have a single rank. The feature's `fields` are the names of attributes of a
+    subclass of SamplingParams. Each field has a column of numbers on the device. `rows.column(name)` returns the
+    field's value for each row, or 0 for requests that do not use the feature.
 
     Raises ValueError if the feature's name or the name of a field is taken, or if no column is left.
     """
@@ -31,6 +34,6 @@ def register_feature(feature: type[StepFeature]) -> None:
 
 
 def check_ranks(num_ranks: int) -> None:
-    """Raise ValueError if a feature was registered: processes of other ranks do not know registered features."""
+    """Raise ValueError if a feature was registered, because the processes of other ranks do not know the feature."""
     if any(isinstance(feature.home, type) for feature in FEATURES.values()):
         raise ValueError(f"tensor_parallel_size={num_ranks}: must be 1 with registered features")

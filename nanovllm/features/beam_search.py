@@ -25,7 +25,10 @@ from nanovllm.utils.checks import check_int
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BeamOutput(Record):
-    """A beam in the result. `score` is `cumulative_logprob / len(token_ids) ** length_penalty`."""
+    """Describes a beam in the result of a search.
+
+    `score` is `cumulative_logprob / len(token_ids) ** length_penalty`.
+    """
 
     text: str
     token_ids: list[int]
@@ -35,7 +38,7 @@ class BeamOutput(Record):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BeamSearchOutput(Record):
-    """The beams that a search found, best first.
+    """Contains the beams that a search found, best first.
 
     `finished` is False if the search was aborted. An aborted search may return fewer than `beam_width` beams, or none.
     """
@@ -66,10 +69,10 @@ class Candidate(NamedTuple):
 class BeamRequest(Request):
     """Searches for the most likely answers to a prompt, exactly like `generate(num_beams=...)` in transformers.
 
-    A candidate is a beam plus one token. This token may end the candidate. The best `beam_width` candidates that do not
-    end become the beams of the next step. A candidate that ends becomes a finished beam if it is among the best
+    A candidate is a beam plus one token. The added token may end the candidate. The best `beam_width` candidates that
+    do not end become the beams of the next step. A candidate that ends becomes a finished beam if it is among the best
     `beam_width` of all candidates in its step. Only the best `beam_width` finished beams are kept. The search ends when
-    there are `beam_width` finished beams, and no live beam has a better score than the worst of them.
+    there are `beam_width` finished beams, and no live beam has a better score than the worst finished beam.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Edits logits in the same way as vLLM: `logit_bias`, penalties, bad words, allowed token ids and `min_tokens`.
 
-On the device, each request has a row of numeric parameters (see kernels/sampling/sampling_columns.py). Parameters that
-are lists are in the tables `EditTables`. `penalize` applies all edits: on CUDA in one kernel, elsewhere in plain
-PyTorch.
+On the device, each request has a row of numeric parameters (see kernels/sampling/sampling_columns.py). The tables
+`EditTables` store the parameters that are lists. `penalize` applies all edits. `penalize` is one kernel on CUDA, and
+plain PyTorch on other devices.
 """
 
 from collections.abc import Iterable
@@ -43,10 +43,12 @@ class Edits:
 
 
 class TokenMask:
-    """The token ids that may come next in a sequence. A feature with `masks_tokens` assigns it to `seq.token_mask`.
+    """Says which token ids may come next in a sequence.
 
-    A mask is an array as `mask_of` returns it. The masks replace the mask of `allowed_token_ids`, so they must allow
-    only ids that `allowed_mask` allows.
+    A feature with `masks_tokens` assigns a TokenMask to `seq.token_mask`.
+
+    Each mask is an array like those that `mask_of` returns. The masks of a TokenMask replace the mask of
+    `allowed_token_ids`, so they must allow only ids that `allowed_mask` allows.
     """
 
     def __init__(self, seq: Sequence, vocab_size: int):
@@ -63,9 +65,10 @@ class TokenMask:
         seq.columns["has_allowed_ids"], seq.is_watched = 1, True
 
     def draft(self, drafts: list[int], num_drafts: int) -> list[int]:
-        """Return up to `num_drafts` drafts, each allowed after the ones before it, and set `draft_masks`.
+        """Return up to `num_drafts` draft tokens, and set `draft_masks`.
 
-        `drafts` are proposals, in which -1 is no draft. In this base class, the sequence has no drafts.
+        Each returned draft must be allowed after the drafts before it. `drafts` contains proposed tokens, and -1 where
+        no token is proposed. This base class returns no drafts.
         """
         return []
 
@@ -142,9 +145,10 @@ class LogitEdits(StepFeature):
 
 
 class EditTables(NamedTuple):
-    """Stores the list parameters of all requests, such as bad words. The first index is the request index.
+    """Stores the list parameters of all requests, such as bad words.
 
-    The last request index is reserved for padding rows of CUDA graphs.
+    The first index of each table is the request index. The last request index is reserved for padding rows of CUDA
+    graphs.
     """
 
     bias_ids: torch.Tensor  # [requests, MAX_BIASES] int32: `num_biases` ids of logit_bias, then `num_stops` stop ids
@@ -172,8 +176,9 @@ class EditTables(NamedTuple):
     def write(self, arrays: Arrays) -> None:
         """Write rows into the tables.
 
-        `*_entries` contains indices into a table whose first two dimensions are flattened. `mask_indices` contains
-        request indices. A new mask replaces all masks of its request. `bias_bits` contains float32 biases as int32.
+        `bias_entries` and `bad_word_entries` contain indices into a table whose first two dimensions are flattened.
+        `mask_indices` contains request indices. A new mask replaces all masks of its request. `bias_bits` contains
+        float32 biases as int32.
         """
         if "bias_entries" in arrays:
             self.bias_ids.view(-1)[arrays["bias_entries"]] = arrays["bias_ids"]
@@ -280,8 +285,8 @@ def check_edits(
 def bad_word_token_ids(tokenizer, words: Iterable[str], vocab_size: int) -> tuple[tuple[int, ...], ...]:
     """Tokenize each word with and without a leading space, and return the distinct token sequences.
 
-    Raises ValueError if there are more than `MAX_BAD_WORDS` sequences, if a sequence is empty or has more than
-    `MAX_BAD_WORD_TOKENS` tokens, or if a token id is outside the vocabulary.
+    Raises ValueError if there are more than `MAX_BAD_WORDS` sequences, or if a token id is outside the vocabulary.
+    Raises ValueError if a sequence is empty or has more than `MAX_BAD_WORD_TOKENS` tokens.
     """
     sequences: dict[tuple[int, ...], None] = {}  # an ordered set
     for word in words:

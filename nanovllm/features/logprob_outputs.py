@@ -34,7 +34,10 @@ class OutputLogprobs:
         return LogprobTexts(self._token_bytes, self._params.detokenize)
 
     def of_event(self, seq: Sequence, start: int) -> list[dict[int, Logprob]] | None:
-        """Return the entries of a stream event, or None if there are none. Its tokens begin at index `start`."""
+        """Return the entries of a stream event, or None if the event has no entries.
+
+        The event's tokens begin at index `start`.
+        """
         if self._params.logprobs is None or not (kept := seq.feature_state["logprobs"].of_tokens):
             return None
         if seq.index not in self._streamed:
@@ -59,7 +62,7 @@ class OutputLogprobs:
 
 
 class DeferredList(abc.Sequence):
-    """A list that is built when it is first read, in the reader's thread.
+    """A list that is built in the reader's thread when the list is first read.
 
     Building the list in the engine's thread would delay a step.
     """
@@ -101,9 +104,9 @@ class LogprobTexts:
         self._decoder = getincrementaldecoder("utf-8")("replace")
 
     def add(self, logprobs: Iterable[KeptLogprobs | None]) -> list[dict[int, Logprob]]:
-        """Return a dict for each of the next tokens.
+        """Return one dict for each of the next tokens.
 
-        The dict starts with the token itself, and the alternatives follow.
+        A dict contains first the token itself, and then the alternatives to the token.
         """
         result = []
         for kept in logprobs:

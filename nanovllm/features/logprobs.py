@@ -3,8 +3,8 @@
 For generated tokens, the setting `logprobs_mode` selects which logits are used. For prompt tokens, the model's raw
 logits are always used. Beam search needs log-probabilities, and so do requests that set `logprobs` or
 `prompt_logprobs`. A step contains a `LogprobRequest` for each token whose log-probabilities are needed. After the
-forward pass, every rank creates a `PendingLogprobs`, which computes them. They reach the host with the step's result.
-Finally, the text of the tokens is added (logprob_outputs.py).
+forward pass, every rank creates a `PendingLogprobs`, which computes the log-probabilities. The log-probabilities reach
+the host with the step's result. Finally, logprob_outputs.py adds the text of the tokens.
 """
 
 from collections import defaultdict
@@ -53,11 +53,11 @@ class SequenceLogprobs:
 
 
 class StepLogprobs(NamedTuple):
-    """The log-probabilities of a step. An entry that no request asked for is None.
+    """Contains the log-probabilities of a step. An entry that no request asked for is None.
 
     of_tokens: one entry for each token of `StepResult.token_ids`.
-    of_prompts: for each chunk of the step, None, or a list with an entry for each prompt token from `start + 1` to
-        `end`. If a chunk is recomputed, its list is returned again.
+    of_prompts: one item for each chunk of the step. An item is None, or a list with an entry for each prompt token from
+        `start + 1` to `end`. If a chunk is recomputed, the chunk's list is returned again.
     """
 
     of_tokens: list[KeptLogprobs | None]
@@ -76,7 +76,7 @@ class TokenLogprobs(StepFeature):
 
     @staticmethod
     def watch(seq: Sequence) -> None:
-        """Start to collect log-probabilities for `seq`, as its parameters require."""
+        """Start to collect the log-probabilities that the parameters of `seq` require."""
         features = [FEATURES[name] for name in seq.feature_state if name != "logprobs"]
         features += [feature for feature in FEATURES.values() if isinstance(feature.home, type)]  # they edit all rows
         is_edited = any(feature.load().edit_logits is not StepFeature.edit_logits for feature in features)
@@ -121,7 +121,10 @@ class TokenLogprobs(StepFeature):
     def after_step(
         cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: StepLogprobs | None
     ) -> None:
-        """Store each sequence's log-probabilities or, for a sequence that pauses after each token, its candidates."""
+        """Store the log-probabilities of each sequence.
+
+        If a sequence pauses after each token, store the candidates for the next token instead.
+        """
         if result is None:
             return
         for (seq, start, _), prompt_logprobs in zip(step.chunks, result.of_prompts):
@@ -148,7 +151,7 @@ def check_num_logprobs(name: str, value: int, config: "Config") -> None:
 
 
 class LogprobRequest(NamedTuple):
-    """A request for the log-probabilities of a token, and of the `num_top` most likely tokens at its position.
+    """A request for the log-probabilities of a token, and of the `num_top` most likely tokens at the same position.
 
     `token_id` is -1 for a sampled token, which the host does not know yet.
     """
@@ -160,7 +163,10 @@ class LogprobRequest(NamedTuple):
 
 
 def logprob_requests(step: ScheduledStep) -> np.ndarray:
-    """Return an int32 array [n, 4]: the requests for prompt tokens, then those for sampled tokens."""
+    """Return an int32 array [n, 4] with the LogprobRequests of a step.
+
+    Requests for prompt tokens come first, and requests for sampled tokens follow.
+    """
     of_prompts, first_row, k = [], step.num_decode_tokens, step.tokens_per_row
     for i, (seq, start, end) in enumerate(step.chunks):
         if (num_top := seq.params.prompt_logprobs) is not None:
@@ -181,13 +187,13 @@ def logprob_requests(step: ScheduledStep) -> np.ndarray:
 
 
 class PendingLogprobs:
-    """A step's log-probabilities, while they are computed and copied to the host."""
+    """Holds a step's log-probabilities while they are computed and copied to the host."""
 
     @torch.inference_mode()
     def __init__(self, requests: np.ndarray, runner: "ModelRunner", output: ForwardOutput, logits: torch.Tensor | None):
         """Each row of `requests` [n, 4] contains the fields of a `LogprobRequest`.
 
-        `logits` contains the logits of the sampled rows, or is None if they no longer exist.
+        `logits` contains the logits of the sampled rows, or is None if these logits no longer exist.
         """
         self._requests = requests.copy()  # a later step overwrites the original
         on_device = self._compute(runner, output, logits)
@@ -201,8 +207,8 @@ class PendingLogprobs:
         """Return the tensors of `log_probabilities` for all requests.
 
         Logits that no longer exist are recomputed. Prompt tokens are processed in pieces. Sampled rows are processed in
-        one GEMM with the same number of rows as in the step. A greedily chosen token must have rank 1, but rounding
-        depends on the number of rows.
+        one GEMM with the same number of rows as in the step, because rounding depends on the number of rows. With other
+        rounding, a greedily chosen token might not have rank 1.
         """
         requests, hidden_states = self._requests, output.hidden_states
         columns = torch.from_numpy(requests.T.copy())
@@ -247,10 +253,10 @@ class PendingLogprobs:
 
 
 def sampled_logits(runner: "ModelRunner", x: SamplerInput, logits: torch.Tensor | None) -> list[torch.Tensor]:
-    """Return the logits [S, vocabulary] for `logprobs_mode`, and the temperatures [S] by which they are divided.
+    """Return the logits [S, vocabulary] for `logprobs_mode`, and the temperatures [S] by which the logits are divided.
 
-    In the mode "raw_logprobs", there are no temperatures. `logits` are the model's raw logits, or None if they no
-    longer exist.
+    In the mode "raw_logprobs", no temperatures are returned. `logits` are the model's raw logits, or None if the raw
+    logits no longer exist.
     """
     mode = runner.config.logprobs_mode
     if logits is None or mode == "processed_logprobs":
@@ -274,7 +280,7 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probabilities [S] float32 and the ranks [S] int32 of `token_ids` [S].
 
-    Row `i` of `logits` [S, vocabulary] belongs to `token_ids[i]`. The row is first divided by `temperatures[i]`. Tokens
+    Row `i` of `logits` [S, vocabulary] belongs to `token_ids[i]`. Row `i` is first divided by `temperatures[i]`. Tokens
     are ranked by descending logit. Among equal logits, the lower id comes first.
     """
     logits, token_ids = divided(logits, temperatures), token_ids.unsqueeze(1).long()

@@ -56,9 +56,9 @@ class StoppingDetokenizer(Detokenizer):
     def cut_at_stop(self) -> str | None:
         """Decode the last token.
 
-        If the last token completes a stop string, cut the text there and return the stop string. Stop strings within
-        the first `min_tokens` tokens are ignored. If several stop strings match, the match that ends first is used. If
-        two matches end at the same character, the stop string that was listed first is used.
+        If the last token completes a stop string, cut the text at the stop string, and return the stop string. Stop
+        strings within the first `min_tokens` tokens are ignored. If several stop strings match, the match that ends
+        first is used. If two matches end at the same character, the stop string that was listed first is used.
         """
         piece, matches = self.decode(), []
         text = self._window + piece
@@ -77,7 +77,7 @@ class StoppingDetokenizer(Detokenizer):
         return stop
 
     def take_text(self, num_hidden: int = 0, is_last: bool = False) -> str:
-        """Return the text since the previous call. A suffix that might begin a stop string is held back."""
+        """Return the text since the previous call. Hold back a suffix that might be the beginning of a stop string."""
         text = super().take_text(num_hidden, is_last)
         if is_last or self._include_stop:
             return text

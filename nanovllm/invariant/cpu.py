@@ -1,4 +1,4 @@
-"""The model runner of a CPU rank, for the setting `batch_invariant`."""
+"""Defines the model runner of a CPU rank for the setting `batch_invariant`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,7 +35,7 @@ class Runner(BatchRunner):
 
 @torch.inference_mode()
 def check_products(model: nn.Module, dtype: torch.dtype) -> None:
-    """Raise RuntimeError if matmuls on this CPU give different results for equal rows of a block.
+    """Raise RuntimeError if a matmul on this CPU gives different results for equal rows of its input.
 
     Batch invariance also requires that equal calls return equal results, which this function does not check.
     """

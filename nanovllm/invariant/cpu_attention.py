@@ -1,4 +1,4 @@
-"""Attention that processes the keys of each query in the order of their positions."""
+"""Computes attention that processes the keys of each query in the order of the keys' positions."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -16,17 +16,17 @@ KEYS = 128  # per block; block j starts at position j * KEYS
 
 
 class _Sequence(NamedTuple):
-    """The attention plan of a sequence, shared by all layers with the same window."""
+    """Holds the attention plan of a sequence, which all layers with the same window share."""
 
     spans: torch.Tensor  # the result of `spans_of`
     queries: list[tuple[slice, torch.Tensor]]  # by block: rows of q, mask of hidden keys [key blocks, QUERIES, 1, KEYS]
 
 
 class InvariantBackend(AttentionBackend):
-    """A backend that multiplies blocks of a sequence's queries by blocks of its keys, in float32.
+    """A backend that multiplies blocks of a sequence's queries by blocks of the sequence's keys, in float32.
 
-    All matmuls have the same shape, and results are added in the order of positions. The scores' maximum is computed
-    over all blocks before any exponential. If a query sees no key of a block, the block adds zeros.
+    All matmuls have the same shape, and results are added in the order of positions. The maximum of the scores of all
+    blocks is computed before any exponential. If no key of a block is visible to a query, the block adds zeros.
     """
 
     uses_cuda_graphs = False

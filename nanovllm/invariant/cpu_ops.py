@@ -1,12 +1,14 @@
-"""CPU replacements for operations whose results depend on the number of rows.
+"""Replaces CPU operations whose results depend on the number of rows.
 
 A runner computes a step in one thread. With several threads, the batch size would determine how loops over elements are
 divided. In one thread, elementwise operations and reductions over the last dimension compute each row independently of
-other rows. The following operations are replaced, because their results for a row also depend on other rows:
+other rows. The following operations are replaced, because even in one thread, their results for a row depend on other
+rows:
 
-- Matmuls: the library chooses a method by shape. The replacement uses all threads to multiply blocks of a fixed shape.
+- Matmuls: the library chooses an algorithm by shape. The replacement uses all threads to multiply blocks of a fixed
+  shape.
 - Functions of few elements: PyTorch computes most elements of a tensor with vector instructions, but the last elements
-  one by one. The replacements compute such functions row by row.
+  one by one. The replacements compute functions of few elements row by row.
 - The chunked form of the gated delta rule: sums depend on where a chunk begins. The replacement computes each token
   alone, as in a decode step.
 """
@@ -35,7 +37,7 @@ num_threads: ContextVar[int] = ContextVar("threads of a product")
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """A context manager: in its `with` block, PyTorch uses one thread.
+    """Let PyTorch use one thread during a `with` block.
 
     Matmuls still use the previous number of threads.
     """
@@ -74,7 +76,7 @@ def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 
 
 def gated_activation(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Compute the activation row by row, like `sigmoid_gate`."""
+    """Compute the activation row by row, for the same reason as `sigmoid_gate`."""
     if len(x) <= 1:
         return NotImplemented
     return torch.cat([activations.gated_activation(row, activation) for row in x.split(1)])
@@ -90,7 +92,7 @@ def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -
 
 
 def delta_net_chunks(qkvz, ba, layer: Any, states: State, state_rows, starts, num_seqs: int, out, count=None) -> None:
-    """Compute chunks token by token, so results do not depend on where a chunk begins.
+    """Compute chunks token by token, so that results do not depend on where a chunk begins.
 
     Steps on a CPU have no padding.
     """

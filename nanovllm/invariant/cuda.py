@@ -1,4 +1,4 @@
-"""The model runner of a CUDA rank, for the setting `batch_invariant`."""
+"""Defines the model runner of a CUDA rank for the setting `batch_invariant`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,7 +45,7 @@ class Runner(CUDAModelRunner):
     def size_kv_cache(self, available: int) -> None:
         """Reserve memory for the partial sums of decode attention.
 
-        The memory use was measured in a prefill step, which does not need these sums.
+        The partial sums are missing in the measured memory use, because it was measured in a prefill step.
         """
         num_rows, max_len = self.config.max_num_seqs * self.config.tokens_per_row, self.config.max_model_len
         layers = (layer for layer in self.model.modules() if isinstance(layer, Attention))

@@ -1,4 +1,4 @@
-"""Replacements for CUDA operations. The results of the original operations depend on the number of rows."""
+"""Replaces CUDA operations whose results depend on the number of rows."""
 
 from functools import partial
 

@@ -1,1 +1,1 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) of requests. See nanovllm/docs/lora.md."""
+"""Implements low-rank adapters (LoRA, arXiv:2106.09685) of requests. See nanovllm/docs/lora.md."""

@@ -34,7 +34,7 @@ END_OF_NAME = r"(.*\.)?({})$"  # where PEFT matches a pattern of rank_pattern or
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """The entries of an adapter_config.json that determine the adapter's modules, ranks and scales."""
+    """Contains the entries of an adapter_config.json that determine the adapter's modules, ranks and scales."""
 
     file: Path
     rank: int
@@ -49,10 +49,10 @@ class AdapterConfig:
 
     @classmethod
     def read(cls, folder: Path) -> "AdapterConfig":
-        """Read the file in `folder`.
+        """Read the adapter_config.json in `folder`.
 
         Raises FileNotFoundError if the file does not exist. Raises ValueError or TypeError if an entry is invalid or
-        not supported. The message names the file and the entry.
+        not supported. Error messages name the file and the entry.
         """
         file = folder / CONFIG_FILE
         if not file.is_file():
@@ -114,7 +114,7 @@ class AdapterConfig:
 
 
 def matches(patterns: str | tuple[str, ...], module: str) -> bool:
-    """Return whether PEFT would match `module`.
+    """Return whether PEFT would match `module` with `patterns`.
 
     `patterns` is a regular expression for the whole name, or a tuple of name endings.
     """

@@ -31,7 +31,7 @@ def read_adapter(
 
     Raises FileNotFoundError if a file is missing. Raises ValueError or TypeError if a file is broken, an entry is not
     supported, or a tensor is missing, unexpected or invalid. Tensors are invalid if their shape or dtype is wrong, or
-    if they contain NaN or infinity. The message names the file, and the entry or tensor.
+    if they contain NaN or infinity. Error messages name the file, and the entry or tensor.
     """
     try:
         folder = BUNDLED / request.lora_path
@@ -70,7 +70,10 @@ def read_adapter(
 
 
 def _modules(tensors: AdapterTensors, known: Collection[str]) -> dict[str, str]:
-    """Map each adapted module's name in the model to its name in the file. `known` contains the names in the model."""
+    """Map the name of each adapted module in the model to the module's name in the file.
+
+    `known` contains the names in the model.
+    """
     modules: dict[str, str] = {}
     for name in tensors.names:
         path, kind = next(((name[: -len(kind)], kind) for kind in MATRICES if name.endswith(kind)), (name, ""))
@@ -94,8 +97,9 @@ def _modules(tensors: AdapterTensors, known: Collection[str]) -> dict[str, str]:
 
 
 def _check_targets(file: Path, config: AdapterConfig, modules: dict[str, str], names: list[str]) -> None:
-    """Check that the config names all of `modules`. Also check that `modules` contains every required module in
-    `names`.
+    """Check that the config names all of `modules`.
+
+    Also check that `modules` contains every module in `names` that the config requires.
     """
     for stored in modules.values():
         if not config.includes(stored):

@@ -14,13 +14,16 @@ if TYPE_CHECKING:
 
 
 class AdapterSlots:
-    """The adapters that are stored on the devices.
+    """Manages the adapters that are stored on the devices.
 
     If no slot is free, a new adapter replaces the least recently used adapter.
     """
 
     def __init__(self, num_slots: int, write: Callable[[int, Adapter], None]):
-        """`write(slot, adapter)` stores an adapter on all ranks. Steps that are launched later can use the adapter."""
+        """`write(slot, adapter)` stores an adapter on all ranks.
+
+        Steps that are launched after the call can use the adapter.
+        """
         self.num_slots, self._write = num_slots, write
         self._stored: OrderedDict[Adapter, None] = OrderedDict()  # the least recently used adapter is first
         self._free = [*reversed(range(num_slots))]
@@ -55,9 +58,10 @@ class AdapterSlots:
 class AdapterQueue(WaitingQueue):
     """A waiting queue whose `next_ready` skips sequences that can't get a slot for their adapter.
 
-    A slot is in use while a sequence with its adapter runs. While a sequence waits for a slot, later sequences may
-    overtake it. At most `max_num_seqs` of these later sequences may use adapters, so a slot eventually becomes free. A
-    sequence counts if it runs when `next_ready` is called again. If it has ended by then, its slot is free.
+    A slot is in use while a sequence with the slot's adapter runs. While a sequence waits for a slot, later sequences
+    may overtake it. At most `max_num_seqs` of the overtaking sequences may use adapters, so a slot eventually becomes
+    free. An overtaking sequence counts if it still runs when `next_ready` is called again. If an overtaking sequence
+    has ended when `next_ready` is called again, the sequence's slot is free.
     """
 
     def __init__(self, scheduler: "Scheduler", slots: AdapterSlots):
@@ -101,5 +105,5 @@ class AdapterQueue(WaitingQueue):
         return {adapter_of(seq) for seq in self._holding()}
 
     def _holding(self) -> list[Sequence]:
-        """Return the sequences that run. The slots of their adapters are in use."""
+        """Return the running sequences, whose adapters are in use."""
         return [*self._scheduler.running.values(), *self._scheduler.prefilling.values()]

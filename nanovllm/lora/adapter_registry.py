@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 class AdapterRegistry:
-    """The adapters in host memory. Any thread may call the methods.
+    """Holds the adapters in host memory. Any thread may call the methods of this class.
 
-    An adapter stays in memory from `add` until `remove`, and also while a request uses it or a device stores it.
+    An adapter stays in memory from `add` until `remove`, and also while a request uses the adapter or a device stores
+    it.
     """
 
     def __init__(
@@ -27,9 +28,10 @@ class AdapterRegistry:
         experts: Mapping[str, ExpertsShape],
         slots: "AdapterSlots",
     ):
-        """shapes: (inputs, outputs) of each linear layer that can have an adapter, by checkpoint name.
+        """shapes: (inputs, outputs) of each linear layer that can have an adapter, by name in the checkpoint.
 
-        experts: the mixtures of experts, by name. slots: the adapters on the devices.
+        experts: the mixtures of experts, by name.
+        slots: the adapters on the devices.
         """
         self._config, self.shapes, self.experts, self.slots = config, shapes, experts, slots
         self._loaded: WeakValueDictionary[int, Adapter] = WeakValueDictionary()  # by `lora_int_id`, as in `_added`
@@ -37,9 +39,9 @@ class AdapterRegistry:
         self._lock = threading.Lock()  # so that two threads do not read the same adapter
 
     def get(self, request: LoRARequest) -> Adapter:
-        """Return an adapter, reading it if necessary.
+        """Return an adapter. If the adapter is not in memory, read the adapter's files.
 
-        Raises ValueError if another adapter in memory has this number. Raises the errors of `read_adapter`.
+        Raises ValueError if another adapter in memory has the same `lora_int_id`. Raises the errors of `read_adapter`.
         """
         number = request.lora_int_id
         if (adapter := self._loaded.get(number)) is None:  # without waiting for other reads
@@ -59,9 +61,10 @@ class AdapterRegistry:
         self._added[request.lora_int_id] = self.get(request)
 
     def remove(self, lora_int_id: int) -> bool:
-        """Forget an adapter, so that the next request with this number reads files again.
+        """Forget an adapter, so that the next request with this `lora_int_id` reads files again.
 
-        Unfinished requests keep the adapter until they end. Return False if memory has no adapter with this number.
+        Unfinished requests keep the adapter until they end. Return False if no adapter in memory has this
+        `lora_int_id`.
         """
         adapter = self._loaded.pop(lora_int_id, None)
         self._added.pop(lora_int_id, None)

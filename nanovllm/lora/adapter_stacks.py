@@ -22,10 +22,10 @@ from nanovllm.utils.replace import replace_methods
 
 
 class Target(NamedTuple):
-    """A module of the checkpoint that can have an adapter, and its place in the model.
+    """Describes a module of the checkpoint that can have an adapter, and the module's place in the model.
 
-    A module has several parts if the module is merged, so that it contains several layers. All experts of a layer share
-    one module for each projection.
+    A module that merges several layers has one part for each layer. All experts of a layer share one module for each
+    projection.
     """
 
     stack: LoRAStack
@@ -35,7 +35,7 @@ class Target(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The numbers of inputs and outputs of the whole module. (Each rank has a part of the module.)"""
+        """The numbers of inputs and outputs of the whole module, of which each rank has a part."""
         sizes = [shard.shape for _, shard in self.shards]
         return sizes[0][1], sum(size[0] for size in sizes)
 
@@ -55,11 +55,12 @@ class Target(NamedTuple):
 
 
 class AdapterStacks:
-    """The adapters on a rank's device.
+    """Holds the adapters on a rank's device.
 
     targets: the modules of the checkpoint that can have an adapter, by name, in the same order on all ranks.
     experts: the sizes of each mixture of experts, by name. The projections of experts are the last targets.
-    slots_of_requests: the slot of each request index, or -1 without an adapter. The last entry is for padding rows.
+    slots_of_requests: the adapter slot of each request index, or -1 if the request has no adapter. The last entry of
+        `slots_of_requests` is for padding rows.
     """
 
     def __init__(self, model: Any, config: Config, device: torch.device):
@@ -111,7 +112,7 @@ class AdapterStacks:
     def _allocate(self, shards: list[Any], max_rank: int, num_experts: int = 1) -> LoRAStack:
         """Allocate the adapters of a layer that consists of `shards`.
 
-        The next columns of `_ranks` hold the ranks of `shards`.
+        The next columns of the table `_ranks` hold the adapter ranks of `shards`.
         """
         inputs, outputs = _local_sizes(shards)
         begin, rows = len(self._columns), self._slots * num_experts
@@ -140,7 +141,10 @@ class AdapterStacks:
 
 
 def _local_sizes(shards: list[Any]) -> tuple[int, int]:
-    """Return how many of a layer's inputs and outputs belong to this rank. (Quantized weights have other shapes.)"""
+    """Return how many of a layer's inputs and outputs belong to this rank.
+
+    The shape of the weight may differ from the returned sizes, because the weight may be quantized.
+    """
     first = shards[0].parts[0]
     rows = (len(range(piece.shape[0])[piece.rows]) for shard in shards for piece in shard.parts)
     return len(range(first.shape[1])[first.columns]), sum(rows)

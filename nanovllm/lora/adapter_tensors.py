@@ -11,7 +11,7 @@ FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 
 class AdapterTensors:
-    """The tensors of an adapter's file. Methods raise a ValueError that names the file and the tensor."""
+    """Reads the tensors in an adapter's file. Methods raise a ValueError that names the file and the tensor."""
 
     def __init__(self, file: Path, tensors: Any, dtype: torch.dtype):
         """tensors: the open file. dtype: the dtype of the matrices that `pair` returns."""
@@ -19,13 +19,13 @@ class AdapterTensors:
         self.names = dict.fromkeys(tensors.keys())  # in order
 
     def shapes(self, module: str) -> list[list[int]]:
-        """Return the shapes of a module's A and B."""
+        """Return the shapes of the matrices A and B of a module."""
         return [self._tensors.get_slice(self._name(module, kind)).get_shape() for kind in MATRICES]
 
     def pair(
         self, module: str, a: tuple[int, int], b: tuple[int, int], scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a module's A, and its B times `scale`. The matrices must have the shapes `a` and `b`."""
+        """Return the matrix A of a module, and the matrix B times `scale`. A and B must have the shapes `a` and `b`."""
         name_a, name_b = (self._name(module, kind) for kind in MATRICES)
         return self._read(name_a, a, 1.0), self._read(name_b, b, scale)
 

@@ -14,8 +14,8 @@ def set_adapters(requests: Sequence["Request"], lora_request: Any, processor: "I
     """If a request has an adapter, give the adapter to the request's sequences.
 
     `lora_request` is one LoRARequest or None for all requests, or a list with one element for each request. Raises
-    TypeError for other types. Raises ValueError if a list has a wrong length, or if an adapter is given without
-    `enable_lora`. Raises the errors of `AdapterRegistry.get`.
+    TypeError for values of other types. Raises ValueError if a list has a wrong length, or if an adapter is given
+    without `enable_lora`. Raises the errors of `AdapterRegistry.get`.
     """
     found = lora_request if isinstance(lora_request, (list, tuple)) else [lora_request] * len(requests)
     if len(found) != len(requests):

@@ -6,9 +6,9 @@ adapter.
 In transformers 5, PEFT's `target_parameters` adapts the stacked parameters `experts.gate_up_proj` and
 `experts.down_proj`. Rows `e * rank` to `e * rank + rank - 1` of A [experts * rank, inputs] belong to expert `e`. In B
 [outputs, rank * experts], columns `e`, `experts + e`, `2 * experts + e` and so on belong to expert `e`. For most
-models, PEFT versions before 0.20 swap inputs and outputs. The names of the matrices, `experts.lora_A` and
-`experts.base_layer.lora_A`, show only the order in which PEFT found the parameters. The shapes show which parameter is
-adapted, and whether inputs and outputs are swapped.
+models, PEFT versions before 0.20 swap the inputs and outputs of A and B. The names of the matrices, `experts.lora_A`
+and `experts.base_layer.lora_A`, show only the order in which PEFT found the parameters. The shapes show which parameter
+is adapted, and whether inputs and outputs are swapped.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ WRAPPED = ".base_layer"  # what PEFT adds to the experts' name if another parame
 
 
 class ExpertsShape(NamedTuple):
-    """The sizes of a mixture of experts. The sizes are totals over all ranks."""
+    """Describes the sizes of a mixture of experts. Each size is a total over all ranks."""
 
     num_experts: int
     hidden_size: int
@@ -33,22 +33,22 @@ class ExpertsShape(NamedTuple):
     alternates: bool  # whether outputs of gate and up alternate in the stacked parameter
 
     def of_expert(self, projection: str) -> tuple[int, int]:
-        """Return (inputs, outputs) of an expert's projection."""
+        """Return the numbers of inputs and outputs of a projection of one expert."""
         sizes = self.hidden_size, self.size
         return sizes[::-1] if projection == "down_proj" else sizes
 
     def single_names(self, path: str) -> list[str]:
-        """Return the names of all experts' projections. The names begin with `path`."""
+        """Return the names of the projections of all experts. The names begin with `path`."""
         return [f"{path}.{i}.{projection}" for i in range(self.num_experts) for projection in PROJECTIONS]
 
     @property
     def parameters(self) -> dict[str, tuple[int, int]]:
-        """Maps each stacked parameter's name to (inputs, outputs) of one expert."""
+        """Maps the name of each stacked parameter to the numbers of inputs and outputs of one expert."""
         return {"gate_up_proj": (self.hidden_size, 2 * self.size), "down_proj": (self.size, self.hidden_size)}
 
 
 class Stack(NamedTuple):
-    """The adapter of a stacked parameter."""
+    """Describes the adapter of a stacked parameter."""
 
     parameter: str
     stored: str  # the module's name in the file
@@ -60,7 +60,7 @@ class Stack(NamedTuple):
 
 
 class ExpertReader:
-    """Reads the adapters of a file's experts. Methods raise a ValueError that names the file and the tensor."""
+    """Reads the adapters of experts from a file. Methods raise a ValueError that names the file and the tensor."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class ExpertReader:
     ):
         """experts: the mixtures of experts in the model, by name.
 
-        modules: maps the model's name of each adapted module to its name in the file.
+        modules: maps the name of each adapted module in the model to the module's name in the file.
         """
         self._tensors, self._config, self._experts, self._modules = tensors, config, experts, modules
         self._bound = "max_expert_lora_rank", max_rank
@@ -82,7 +82,10 @@ class ExpertReader:
         self._directions = {stack.is_swapped for found in self._stacks.values() for stack in found} - {None}
 
     def read(self, path: str) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-        """For each of PROJECTIONS, return A [experts, rank, inputs] and B [experts, outputs, rank], or None."""
+        """For each of PROJECTIONS, return A [experts, rank, inputs] and B [experts, outputs, rank].
+
+        If no expert's projection has an adapter, return None in place of A and B.
+        """
         shape = self._experts[path]
         found = [self._read_single(path, projection) for projection in PROJECTIONS]
         if any(found) and self._stacks[path]:
@@ -98,7 +101,7 @@ class ExpertReader:
         return found
 
     def _read_single(self, path: str, projection: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Read adapters of single experts.
+        """Read the adapters of a projection from a file that stores the adapter of each expert separately.
 
         An expert without an adapter gets zeros. Zeros also pad matrices that have a smaller rank.
         """
@@ -116,7 +119,7 @@ class ExpertReader:
         return a, b
 
     def _read_stack(self, stack: Stack, shape: ExpertsShape) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return A [experts, rank, inputs] and B [experts, outputs, rank]."""
+        """Return A [experts, rank, inputs] and B [experts, outputs, rank] of a stacked parameter."""
         is_swapped, count, sides = stack.is_swapped, shape.num_experts, shape.parameters[stack.parameter]
         if is_swapped is None:
             if len(self._directions) != 1:
@@ -148,7 +151,7 @@ class ExpertReader:
         return found
 
     def _check_parameters(self) -> None:
-        """Check that the file contains the stacked parameters that the config names, and no others."""
+        """Check that the stacked parameters in the file are those that the config names."""
         config, known = self._config, []
         for path, shape in self._experts.items():
             stacks = {stack.parameter: stack for stack in self._stacks[path]}

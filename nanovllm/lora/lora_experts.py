@@ -1,7 +1,8 @@
 """Adds the results of low-rank adapters to the matmuls of a mixture of experts.
 
-Each expert has its own A and B. The gate and up projections are adapted before the activation, so the experts are
-computed in three steps. Each pair of a token and a chosen expert is one row.
+Each expert has its own A and B. The gate and up projections are adapted before the activation. The experts are
+therefore computed in three steps: gate and up projections, activation, down projection. Each pair of a token and a
+chosen expert is one row.
 """
 
 from typing import Any
@@ -19,7 +20,7 @@ MAX_TOKENS = 4096  # tokens that are computed at a time; few, because each token
 
 @operation
 def expert_linear(x: torch.Tensor, experts: Any, name: str, expert_ids: torch.Tensor) -> torch.Tensor:
-    """Multiply each row of x [P, inputs] by its expert's weight, and add the bias. Return [P, outputs].
+    """Multiply each row of x [P, inputs] by the weight of the row's expert, and add the bias. Return [P, outputs].
 
     `name` is "gate_up_proj" or "down_proj", and `expert_ids` is [P]. If the expert of a row is on another rank, the
     row's result is zero.
@@ -46,7 +47,7 @@ class AdaptedExperts:
     down_adapters: LoRAStack
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
-        """Compute `Experts.forward` with the adapter of each token."""
+        """Compute `Experts.forward`, and apply the adapter of each token."""
         of_all = x, weights, expert_ids, of_tokens(self.slots_of_requests)
         return torch.cat([self._mix(*rows) for rows in zip(*(tensor.split(MAX_TOKENS) for tensor in of_all))])
 

@@ -20,8 +20,8 @@ class RequestAdapters(StepFeature):
     """Writes the slots of newly admitted sequences to `AdapterStacks.slots_of_requests`.
 
     If `enable_lora` is set, every sequence has this feature. Each new sequence overwrites the slot that an earlier
-    sequence with the same request index has left. The feature's state for a sequence is the sequence's Adapter, or
-    None.
+    sequence with the same request index has left. The state of this feature for a sequence is the sequence's Adapter,
+    or None.
     """
 
     @classmethod
@@ -37,7 +37,7 @@ class RequestAdapters(StepFeature):
 
     @classmethod
     def forget(cls, seq: Sequence) -> None:
-        """Release the adapter now. The ended sequence itself stays in memory until garbage is collected."""
+        """Release the adapter now, because the ended sequence stays in memory until garbage is collected."""
         seq.feature_state["lora"] = None
 
     def __init__(self, runner: "ModelRunner"):

@@ -21,7 +21,7 @@ from nanovllm.utils.context import get_context, of_tokens
 
 
 class LoRAStack(NamedTuple):
-    """The adapters of a layer, stacked by slot. R is the setting `max_lora_rank`.
+    """Holds the adapters of a layer, stacked by slot. R is the setting `max_lora_rank`.
 
     A mixture of experts has a pair of matrices for each slot and expert, at index `slot * experts + expert`.
     """
@@ -43,14 +43,14 @@ class LoRAStack(NamedTuple):
 def group_rows(slots: torch.Tensor, num_slots: int) -> Any:
     """Group rows by slot, for `add_lora`. `slots` [T] int32 contains each row's slot.
 
-    This definition returns (slot, row indices) pairs.
+    In plain PyTorch, the result is a list of pairs (slot, row indices).
     """
     present = [slot for slot in slots.unique().tolist() if slot >= 0]
     return [(slot, (slots == slot).nonzero().flatten()) for slot in present]
 
 
 class StepAdapters:
-    """The slots of a step's rows.
+    """Holds the adapter slots of a step's rows.
 
     slots: [T] int32, negative for rows without an adapter. In a mixture of experts, `slot * experts + expert` takes the
         place of a slot.
@@ -71,7 +71,7 @@ def add_lora(
 ) -> torch.Tensor:
     """Add B (A x) of each row's adapter to y [T, outputs] in place. x is [T, inputs]. Return y.
 
-    If `gated` is True, return `silu_and_mul(y)` instead.
+    If `gated` is True, return `silu_and_mul(y)` instead of y.
     """
     for slot, indices in rows.groups:
         begin = 0
@@ -94,7 +94,10 @@ def adapted_linear(
     split_k: int = 1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute `split_linear` and `add_lora`. With summands, the first one contains the results of the adapters."""
+    """Compute `split_linear` and `add_lora`.
+
+    If `split_k` > 1, the first partial sum contains the results of the adapters.
+    """
     x = x.tensor() if isinstance(x, NormInput) else x
     y = split_linear(x, weight, bias, split_k, out)
     return _added(y, x, stack, rows, gated, split_k)
@@ -132,7 +135,7 @@ class LoRAFormat(WeightFormat):
         return self.base.best_split_k(layer, x, max_split_k)
 
     def factors(self, layer: LinearBase, x: NormInput) -> None:
-        """Return None. Otherwise, a fused kernel would compute this matmul without the adapter's result."""
+        """Return None, because a fused kernel would compute this matmul without the adapter's result."""
 
     def _rows(self) -> StepAdapters:
         plans = get_context().plans  # the plans of this step, made in the first layer of the step

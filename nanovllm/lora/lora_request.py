@@ -8,15 +8,15 @@ from nanovllm.utils.checks import check_int, check_unicode
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """Names an adapter, as in vLLM.
+    """Names an adapter. The fields are those of vLLM's LoRARequest.
 
-    lora_name: a name for people.
+    lora_name: a name that people can read.
     lora_int_id: a number that identifies the adapter. If the adapter's files change, use a new number, or call
         `LLM.remove_lora` first.
-    lora_path: the adapter's folder, as PEFT saves it, or "tiny-qwen3-descending", the adapter in this package.
+    lora_path: the folder in which PEFT has saved the adapter, or "tiny-qwen3-descending", the adapter in this package.
 
-    Raises TypeError if a field has another type, or if a name or path is empty. Raises ValueError if the number is
-    below 1, or if a text contains a lone surrogate.
+    Raises TypeError if a field has another type, or if a name or path is empty. Raises ValueError if `lora_int_id` is
+    below 1, or if a string contains a lone surrogate.
     """
 
     lora_name: str
@@ -33,13 +33,13 @@ class LoRARequest:
 
 @dataclass(eq=False)
 class Adapter:
-    """The weights of an adapter in host memory. New requests with the same `lora_int_id` share one Adapter.
+    """Holds the weights of an adapter in host memory. New requests with the same `lora_int_id` share one Adapter.
 
     ranks: the rank of each module in `AdapterStacks.targets`. 0 means that the adapter does not change the module.
-    weights: a flat tensor. For each changed module, it contains A [rank, inputs] and then B [outputs, rank]. B includes
-        the scale of the adapter. For a projection of experts, A and B contain the matrices of all experts.
+    weights: a flat tensor. For each changed module, `weights` contains A [rank, inputs] and then B [outputs, rank]. B
+        includes the scale of the adapter. For a projection of experts, A and B contain the matrices of all experts.
     salt: a 64-bit hash of the ranks and weights, so that different adapters don't share cached prefixes.
-    slot: where the adapter is stored on the devices, or None.
+    slot: the slot in which the devices store the adapter, or None.
     """
 
     request: LoRARequest

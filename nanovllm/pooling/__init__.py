@@ -1,4 +1,4 @@
-"""Embeddings, relevance scores and classes of texts. Steps compute vectors instead of tokens.
+"""Computes embeddings, relevance scores and classes of texts. Steps compute vectors instead of tokens.
 
 See nanovllm/docs/embeddings.md.
 """

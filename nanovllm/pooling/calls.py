@@ -1,4 +1,4 @@
-"""Implements the methods of `LLM` that compute vectors. Each function has the same name as its method."""
+"""Implements the methods of `LLM` that compute vectors. Each function has the name of the method that it implements."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +29,9 @@ def embed(
 
     prompts: the same kinds of prompts as for `generate`.
     dimensions, normalize: see PoolingParams.
-    prompt_name: the name of a prompt in the checkpoint, such as "query". This prompt is put before each text.
-    instruction: a description of the queries' task. The description is put before each text as "Instruct: ...", which
-        Qwen3-Embedding expects.
+    prompt_name: the name of a prefix in the checkpoint, such as "query". The prefix is put before each text.
+    instruction: a description of the task of the queries. The description is put before each text as "Instruct: ...",
+        which Qwen3-Embedding expects.
     truncate_prompt_tokens: the maximum number of tokens of a prompt; -1 means `max_model_len`. The end of a longer
         prompt is left out, except for special tokens that the tokenizer adds. By default, a prompt of more than
         `max_model_len` tokens is an error.

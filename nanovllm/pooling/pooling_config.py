@@ -21,20 +21,21 @@ ANSWERS = ("no", "yes")  # Qwen3-Reranker's answers: irrelevant, relevant
 
 @dataclass(frozen=True, slots=True)
 class PoolingConfig:
-    """How an engine computes a vector from a text, for the tasks "embed", "score" and "classify".
+    """Says how an engine computes a vector from a text, for the tasks "embed", "score" and "classify".
 
-    num_values: how many numbers a step computes for a text: the hidden size, or the number of logits.
-    mode: "last" uses the hidden state of the last token, "cls" uses that of the first token, and "mean" uses the mean.
+    num_values: the number of values that a step computes for a text (the hidden size, or the number of logits).
+    mode: which hidden state becomes the vector: the last token's ("last"), the first token's ("cls"), or the mean of
+        all tokens' states ("mean").
     normalize: whether embeddings are divided by their Euclidean norm by default.
-    activation: maps logits to scores or probabilities: "sigmoid", "softmax" or "identity".
+    activation: the function that maps logits to scores or probabilities: "sigmoid", "softmax" or "identity".
     labels: the names of the classes, or () for embeddings.
-    token_ids: (irrelevant, relevant) or (relevant,), the ids of the tokens whose logits become a score. The tuple is
+    token_ids: the ids of the tokens whose logits become a score, as (irrelevant, relevant) or (relevant,). The tuple is
         empty if the checkpoint has a classification head, or if the task is "embed".
     prompts: a dict that maps names to prefixes of texts. The dict comes from `config_sentence_transformers.json`.
     default_prompt_name: the name of the prefix that is used if the caller gives no name.
-    dimensions: the sizes to which embeddings may be shortened. () means any size.
+    dimensions: the sizes to which embeddings may be shortened. The value () means any size.
     default_dimensions: the size to which embeddings are shortened by default, or None.
-    max_tokens: the maximum number of tokens of a text, or None. Longer texts are cut.
+    max_tokens: the maximum number of tokens of a text, or None for no limit. Longer texts are cut.
     """
 
     num_values: int
@@ -59,7 +60,10 @@ def find_pooling_task(folder: Path) -> str:
 
 
 def read_pooling_config(folder: Path, tokenizer: Path, task: str, model: "ModelConfig") -> PoolingConfig:
-    """Read a checkpoint's settings for `task`. Raises a ValueError that names the file if they are not supported."""
+    """Read a checkpoint's settings for `task`.
+
+    If a setting is not supported, raises a ValueError that names the file.
+    """
     file = folder / "config.json"
     raw = read_json(file)
     # with "vision", text attends to earlier tokens only
@@ -132,7 +136,7 @@ def _read_embedding(folder: Path, modules: dict[str, Path], raw: dict) -> dict[s
 
 
 def _answer_ids(tokenizer: Path, modules: dict[str, Path], vocab_size: int) -> tuple[int, ...]:
-    """Return the ids of two tokens, which mean irrelevant and relevant, or only the id of the second token."""
+    """Return the ids of two tokens that mean "irrelevant" and "relevant", or only the id of the second token."""
     if "LogitScore" in modules:
         entries = read_json(file := modules["LogitScore"] / "config.json")
         found = [entries.get("false_token_id"), entries.get("true_token_id")]

@@ -1,4 +1,4 @@
-"""The outputs of requests for embeddings, scores and classes."""
+"""Defines the outputs of requests for embeddings, scores and classes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,12 +8,12 @@ from nanovllm.engine.outputs import CompletionOutput, Record, RequestMetrics
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PoolingOutput(Record):
-    """The vector that was computed for a text: an embedding, a score, or the probabilities of classes.
+    """Contains the vector that was computed for a text: an embedding, a score, or the probabilities of classes.
 
-    prompt: the text, including its instruction or template; None if the prompt was passed as token ids.
-    data: a NumPy array of float32; None if the request was aborted.
+    prompt: the text, including the instruction or template. If the prompt was passed as token ids, `prompt` is None.
+    data: a NumPy array of float32, or None if the request was aborted.
     labels: the names of the classes, in the order of `data`.
-    metrics: see RequestMetrics. There is no first token, so `first_token_time` is None.
+    metrics: see RequestMetrics. No tokens are generated, so `first_token_time` is None.
     """
 
     request_id: int
@@ -31,7 +31,7 @@ class PoolingOutput(Record):
 
     @property
     def score(self) -> float:
-        """The relevance of a document: between 0 and 1, unless the checkpoint has another activation."""
+        """The relevance of a document. With the usual activation, sigmoid, the relevance is between 0 and 1."""
         return float(self.data[0])
 
     @property

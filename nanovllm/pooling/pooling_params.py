@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 class PoolingParams:
     """The parameters of a request for an embedding, a score or classes.
 
-    dimensions: the number of leading values of an embedding to keep (Matryoshka embeddings); by default all.
-    normalize: divide an embedding by its Euclidean norm, after shortening it. The default is the checkpoint's setting.
-    use_activation: return scores or probabilities. If False, return logits.
+    dimensions: how many values at the start of an embedding are kept (Matryoshka embeddings). By default, the
+        checkpoint's `truncate_dim` decides, or all values are kept.
+    normalize: whether to divide the shortened embedding by its Euclidean norm. The default is the checkpoint's setting.
+    use_activation: whether to return scores or probabilities. If False, return logits.
     """
 
     dimensions: int | None = checked(None, check_int, low=1)

@@ -41,14 +41,17 @@ def prefix_of(config: Config, prompt_name: str | None, instruction: str | None) 
 
 
 def with_prefix(prompt: Any, prefix: str) -> Any:
-    """Put `prefix` before a prompt that is a text. Token ids and conversations are returned unchanged."""
+    """If a prompt is a text, put `prefix` before it. Return token ids and conversations unchanged."""
     if isinstance(prompt, dict) and prompt.get("prompt_token_ids") is None and isinstance(prompt.get("prompt"), str):
         return {"prompt": prefix + prompt["prompt"]}
     return prefix + prompt if isinstance(prompt, str) else prompt
 
 
 def pairs_of(query: Any, documents: Any) -> list[tuple[str, str]]:
-    """Pair a query with each document, or each query with its document. Raises TypeError or ValueError."""
+    """Pair one query with all documents, or each query with the document at the same index.
+
+    Raises TypeError or ValueError.
+    """
     queries, texts = ([x] if isinstance(x, str) else x for x in (query, documents))
     for name, value in (("query", queries), ("documents", texts)):
         if not isinstance(value, (list, tuple)) or not all(isinstance(text, str) for text in value):
@@ -60,7 +63,7 @@ def pairs_of(query: Any, documents: Any) -> list[tuple[str, str]]:
 
 
 def num_kept_of(config: Config, truncate_prompt_tokens: int | None) -> int | None:
-    """Return the number of tokens to keep of a prompt: the caller's, but no more than the checkpoint's `max_tokens`."""
+    """Return how many tokens of a prompt to keep: the caller's number, limited by the checkpoint's `max_tokens`."""
     assert config.max_model_len is not None, "it is resolved on construction"
     most, num_kept = config.pooling.max_tokens, truncate_prompt_tokens
     if most is None or most > config.max_model_len:  # then a longer prompt would be cut to another length: an error
@@ -69,7 +72,7 @@ def num_kept_of(config: Config, truncate_prompt_tokens: int | None) -> int | Non
 
 
 def cut_prompts(prompts: list[Prompt], num_kept: int | None, processor: InputProcessor) -> list[Prompt]:
-    """Cut each prompt to `num_kept` tokens. None leaves the prompts unchanged, unless the checkpoint has a limit."""
+    """Cut each prompt to `num_kept` tokens. If `num_kept` is None, prompts are cut only to the checkpoint's limit."""
     num_kept = num_kept_of(processor.config, num_kept)
     return prompts if num_kept is None else [cut_prompt(prompt, num_kept, processor) for prompt in prompts]
 
@@ -85,13 +88,13 @@ def pair_prompt(
 ) -> TokensPrompt:
     """Return the prompt for scoring a document against a query.
 
-    The text comes from `template`, which contains `{query}`, `{document}` and, if needed, `{instruction}`. If there is
-    no `template`, a chat template with the roles "query" and "document" makes the text. If there is no such chat
-    template, RERANKER_TEMPLATE makes the text for RERANKER_FAMILIES. In other families, the tokenizer joins the query
-    and the document.
+    The text comes from `template`, which contains `{query}`, `{document}` and, if needed, `{instruction}`. If
+    `template` is None, and the checkpoint's chat template has the roles "query" and "document", the chat template makes
+    the text. If the chat template lacks the two roles, RERANKER_TEMPLATE makes the text for models of
+    RERANKER_FAMILIES. For other models, the tokenizer joins the query and the document.
 
     truncate_prompt_tokens: the maximum number of tokens of the prompt; -1 means `max_model_len`. If the prompt has more
-        tokens, the end of the document is left out. The query and the template stay whole.
+        tokens, the end of the document is left out. The query and the template are never cut.
     max_tokens_per_doc: the maximum number of tokens of the document. The end of a longer document is left out.
     """
     if max_tokens_per_doc is not None:

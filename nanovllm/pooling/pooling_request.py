@@ -70,6 +70,6 @@ def pooling_request(
 def pooling_requests(
     processor: InputProcessor, prompts: Iterable[Prompt], params: PoolingParams, priority: Iterable[int]
 ) -> list[PoolingRequest]:
-    """Make a request for each text. Each request outputs only its final result."""
+    """Make a request for each text. Each request outputs only the final result."""
     kind = OutputKind.FINAL_ONLY
     return [pooling_request(processor, prompt, params, kind, p) for prompt, p in zip(prompts, priority)]

@@ -18,7 +18,7 @@ from nanovllm.utils.loader import HEAD, check_shape, default_weight_loader, find
 
 
 class PendingVectors(PendingStep):
-    """A launched step, whose vectors might not have reached host memory yet."""
+    """Describes a launched step whose vectors might not have reached host memory yet."""
 
     def wait(self) -> PooledResult:  # type: ignore[override]
         """Wait for the device, and return the vectors. Raises the same errors as `PendingStep.wait`."""
@@ -52,7 +52,7 @@ class ClassificationHead(EmbeddingHead):
 
 
 class AnswerHead(ClassificationHead):
-    """A few rows of a language model's output head. Each row belongs to one token."""
+    """Holds a few rows of a language model's output head. Each row belongs to one token."""
 
     def __init__(self, token_ids: tuple[int, ...], vocab_size: int, hidden_size: int):
         super().__init__(len(token_ids), hidden_size)
@@ -65,7 +65,7 @@ class AnswerHead(ClassificationHead):
         return param
 
     def tie(self, embedding: Any) -> None:
-        """Load the rows from the weight of the embedding. The checkpoint contains no output head."""
+        """Load the rows from the weight of the embedding, because the checkpoint contains no output head."""
         load_embedding, weight = embedding.weight.weight_loader, self.weight.data
 
         def load(param: torch.Tensor, loaded_weight: Any) -> torch.Tensor:
@@ -81,7 +81,7 @@ class PoolingRunner(BatchRunner):
     """Computes a vector for each prompt that a step completes.
 
     In the mode "last", a vector depends only on the last hidden state. In other modes, a table on the device stores a
-    partial vector for each prompt until the prompt's last chunk is computed.
+    partial vector for each prompt until the last chunk of the prompt is computed.
     """
 
     partial_vectors: Any = None  # [requests + 1, hidden_size] float32, by request index
@@ -112,7 +112,7 @@ class PoolingRunner(BatchRunner):
             self.partial_vectors = torch.zeros(size, dtype=torch.float32, device=self.device)
 
     def run_batch(self, batch: DeviceBatch) -> tuple[torch.Tensor, SamplerInput]:
-        """Run the model. Unless the mode is "last", the task's head reads pooled vectors [S, hidden_size]."""
+        """Run the model. If the mode is not "last", the head of the task reads pooled vectors [S, hidden_size]."""
         hidden_states, x = super().run_batch(batch)
         if self.config.pooling.mode != "last":
             x = x._replace(hidden_states=self.pool(hidden_states, batch))
@@ -121,8 +121,8 @@ class PoolingRunner(BatchRunner):
     def pool(self, hidden_states: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
         """Add a step's hidden states [T, hidden_size] to `partial_vectors`.
 
-        Return the vectors of the prompts that this step completes, in float32. A vector is the mean of all hidden
-        states of a prompt, or the first hidden state.
+        Return the vectors of the prompts that this step completes, in float32. In the mode "mean", a vector is the mean
+        of all hidden states of a prompt. In the mode "cls", a vector is the first hidden state.
         """
         starts, lengths, rows = batch.cu_seqlens_q, batch.context_lens, batch.state_rows[1].long()
         is_first_chunk = (lengths == starts.diff()).unsqueeze(1)
@@ -136,7 +136,7 @@ class PoolingRunner(BatchRunner):
         return vectors[sampled] if self.config.pooling.mode == "cls" else vectors[sampled] / lengths[sampled, None]
 
     def sample_and_accept(self, x: SamplerInput) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute vectors [S, N]. The step's results are the vectors' bits, as int32."""
+        """Compute vectors [S, N]. The results of the step are the bits of the vectors, as int32."""
         # `compute_logits` may scale logits, which the family defines only for logits of tokens
         head = self.model.compute_logits if self.config.pooling.token_ids else self.model.lm_head
         results = head(x.hidden_states).contiguous().view(torch.int32)

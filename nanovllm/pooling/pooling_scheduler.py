@@ -23,7 +23,7 @@ class PooledSequence(Sequence):
 
 
 class PooledResult(NamedTuple):
-    """The result of a step on the host, used instead of a `StepResult`.
+    """Holds the result of a step on the host, in place of a `StepResult`.
 
     vectors: a vector for each sequence in the step's `sampled_seqs`.
     """
@@ -38,7 +38,7 @@ class PoolingScheduler(Scheduler):
 
     The device runs steps in order, so the blocks of a prompt are free as soon as the prompt's last step is scheduled. A
     full step of short prompts can therefore be launched before the previous step's vectors have arrived. A sequence
-    whose last step is scheduled is never computed again, even if it is preempted by a pause.
+    whose last step is scheduled is never computed again, even if a pause of the engine preempts the sequence.
     """
 
     def __init__(self, config: "Config", *arguments: Any):
@@ -60,7 +60,7 @@ class PoolingScheduler(Scheduler):
             super().preempt(seq)
 
     def _free(self, seq: Sequence) -> None:
-        """Free the blocks of a sequence whose last step is scheduled. The sequence only waits for its vector."""
+        """Free the blocks of a sequence that only waits for its vector, because its last step is scheduled."""
         self.release(seq)
         seq.status = SequenceStatus.WAITING
 

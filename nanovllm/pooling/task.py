@@ -26,7 +26,7 @@ def find_task(folder: Path, pools: bool = False) -> str:
 
 
 def check_task(config: "Config", *tasks: str) -> None:
-    """Raise ValueError unless the engine's task is one of `tasks`."""
+    """Raise ValueError if the engine's task is not one of `tasks`."""
     if config.task not in tasks:
         wanted = " or ".join(f"task={task!r}" for task in tasks)
         raise ValueError(f"task={config.task!r}: this engine {TASKS[config.task]}; this call needs {wanted}")

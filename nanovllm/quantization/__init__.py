@@ -3,13 +3,13 @@
 See nanovllm/docs/quantization.md.
 
 Each module in `formats/` defines one format. The format's name is the module's name with dashes instead of underscores.
-The module has one or both of these functions:
+The module of a format has one or both of the functions `read_config` and `config_on_load`:
 
-- `read_config(raw, file)` is called if `quant_method` is the format's name. The function turns `raw`, the
-  `quantization_config` of a config.json, into a QuantConfig. If the configuration is not supported, the function raises
-  a ValueError that names `file`.
-- `config_on_load()` is called if the setting `quantization` is the format's name. The function returns the QuantConfig
-  for weights that the loader quantizes.
+- `read_config(raw, file)` is called if a checkpoint's `quant_method` is the format's name. `read_config` turns `raw`,
+  the `quantization_config` of a config.json, into a QuantConfig. If `raw` describes an unsupported format,
+  `read_config` raises a ValueError that names `file`.
+- `config_on_load()` is called if the setting `quantization` is the format's name. `config_on_load` returns the
+  QuantConfig for weights that the loader quantizes.
 """
 
 from collections.abc import Callable
@@ -20,11 +20,12 @@ from typing import Any
 
 
 def find_quantization(raw: dict | None, file: Path, setting: str | None) -> Any:
-    """Return the QuantConfig for `raw` (`quantization_config` in config.json) and the setting `quantization`.
+    """Return the QuantConfig for `raw` and `setting`.
 
-    NVIDIA Model Optimizer may describe the format in another file next to config.json. Return None if there is neither
-    a description nor a setting. Raise ValueError or TypeError if the format is not supported, or if the setting differs
-    from the checkpoint's format.
+    `raw` is `quantization_config` in config.json, and `setting` is the setting `quantization`. NVIDIA Model Optimizer
+    may describe the format in another file next to config.json. Return None if no file describes a format and `setting`
+    is None. Raise ValueError or TypeError if the format is not supported, or if the setting differs from the
+    checkpoint's format.
     """
     config = None
     if raw:
@@ -40,7 +41,7 @@ def find_quantization(raw: dict | None, file: Path, setting: str | None) -> Any:
 
 
 def _format(name: str, value: Any, maker: str) -> Callable:
-    """Return the function named `maker` from the module of the format `value`."""
+    """Return a function of the module that defines the format `value`. `maker` is the function's name."""
     names = [module.name for module in iter_modules([f"{path}/formats" for path in __path__])]
     modules = {name.replace("_", "-"): import_module(f"{__name__}.formats.{name}") for name in names}
     known = {name: getattr(module, maker) for name, module in modules.items() if hasattr(module, maker)}

@@ -1,12 +1,12 @@
 """A KV cache in FP8 (e4m3). An FP8 cache stores nearly twice as many tokens as a bfloat16 cache of the same size.
 
-Each key has a scale, and each value has a scale. (A token has one key and one value for each head.) A scale depends
-only on its key or value, so the cache needs no calibration. The scales of a token do not depend on other tokens, on
-chunks of the prompt, or on the number of ranks. Attention always reads the cache, even in the step that stores a token.
-Prefix hits, preemptions and copies of blocks therefore do not change an answer.
+A token has one key and one value for each head, and each key and each value has its own scale. A scale depends only on
+its key or value, so the cache needs no calibration. The scales of a token do not depend on other tokens, on how the
+prompt is divided into chunks, or on the number of ranks. Attention always reads keys and values from the cache, even in
+the step that stores them. Prefix hits, preemptions and copies of blocks therefore do not change an answer.
 
 If the head dimension is 128, a key and its value take 260 bytes, including the scales (`kernels/e4m3.py`). In bfloat16,
-they take 512 bytes.
+a key and its value take 512 bytes.
 """
 
 from math import prod
@@ -20,19 +20,20 @@ MIN_SCALE = 2.0**-32  # as in kernels/e4m3.py
 
 
 class FP8KVCache(KVCache):
-    """The keys and values of one layer in e4m3.
+    """Holds the keys and values of one layer in e4m3.
 
-    The dtype is `torch.float8_e4m3fn` on devices with FP8 units, and uint8 with the same bits on other devices.
+    The dtype of keys and values is `torch.float8_e4m3fn` on devices with FP8 units. On other devices, the dtype is
+    uint8, with the same bits.
 
-    `scales` is [blocks, kv_heads, block_size] int32. Each word contains two bfloat16 scales, of a key and its value,
-    because kernels can load 32-bit words in advance. The words of a head are adjacent, because a program of a kernel
-    reads the tokens of one head.
+    `scales` is [blocks, kv_heads, block_size] int32. Each 32-bit word contains two bfloat16 scales, one for a key and
+    one for its value, because kernels can load 32-bit words in advance. The words of a head are adjacent, because each
+    program of a kernel reads the tokens of one head.
     """
 
     def __init__(self, data: torch.Tensor, *scales: torch.Tensor):
-        """Use the tensor in `scales` that fits `data`.
+        """Use the tensor in `scales` whose size fits `data`.
 
-        Other tensors are for layers of other shapes (cache/window_tables.py).
+        The other tensors in `scales` belong to layers of other shapes (cache/window_tables.py).
         """
         super().__init__(data.view(torch.float8_e4m3fn) if has_fp8_units(data.device) else data)
         shape = self.k.shape[0], self.k.shape[2], self.k.shape[1]
@@ -40,7 +41,7 @@ class FP8KVCache(KVCache):
 
     @staticmethod
     def tensors(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return (values, scales). Values are uint8, because PyTorch can't copy rows of float8 on every device."""
+        """Return (values, scales). The values are uint8, because PyTorch can't copy rows of float8 on every device."""
         _, layers, blocks, block_size, kv_heads, _ = shape
         scales = torch.empty((1, layers, blocks, kv_heads, block_size), dtype=torch.int32, device="meta")
         return torch.empty(shape, dtype=torch.uint8, device="meta"), scales
@@ -80,7 +81,7 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def dequantize(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Invert `quantize`. Return float32 [..., head_dim].
 
-    If a row contained NaN or infinity, none of its results is finite.
+    If the original row contained NaN or infinity, no number in the result's row is finite.
     """
     # Read as float16, these bits have an exponent that is 8 too small. PyTorch would convert one number at a time.
     bits = data.view(torch.int8).short().bitwise_left_shift_(7).bitwise_and_(-0x4080)

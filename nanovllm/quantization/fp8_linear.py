@@ -1,8 +1,8 @@
 """Implements linear layers with FP8 weights and FP8 activations (W8A8) on GPUs with FP8 units.
 
-A single row is not quantized, because the speed of its matmul is limited by reading the weights. Several rows are
-quantized by the kernel of the preceding norm or activation. If nothing precedes the layer, a separate kernel quantizes
-the rows.
+A single row of activations is not quantized, because reading the weights limits the speed of the matmul. If there are
+several rows, the kernel of the preceding norm or activation quantizes them. If nothing precedes the layer, a separate
+kernel quantizes the rows.
 """
 
 from functools import cache
@@ -24,7 +24,10 @@ MAX_GEMM_ROWS = 32  # with more rows, the library computes the matmuls that `qua
 
 
 class FP8Linear(ScaledLinear):
-    """A format that quantizes the rows of activations, unless the preceding kernel has quantized them."""
+    """The weight format for FP8 matmuls.
+
+    If the preceding kernel has not quantized the rows of activations, FP8Linear quantizes them.
+    """
 
     max_split_k_rows = 160  # up to this many rows, a split GEMM with few output tiles is faster than the library
     min_rows = 2  # a single row is not quantized, because reading the weights limits its speed
@@ -79,7 +82,7 @@ class FP8Linear(ScaledLinear):
     def _quantized(self, x: NormInput) -> ops.QuantizedRows:
         """Quantize x in the norm's kernel if possible.
 
-        A separate kernel quantizes x if the norm was computed before, or if the norm's kernel adds the results of
+        A separate kernel quantizes x if the norm has already been computed, or if the norm's kernel adds the results of
         several ranks.
         """
         residual = x.residual_before
@@ -108,7 +111,7 @@ class FP8Linear(ScaledLinear):
         return y if out is None else out[0].copy_(y)
 
     def act_fn(self) -> "FP8SiluAndMul":
-        """Return an activation module. The module quantizes its results for this layer."""
+        """Return an activation module that quantizes its results for this layer."""
         return FP8SiluAndMul(self)
 
 
@@ -128,7 +131,10 @@ FUSED_ACTIVATIONS[FP8SiluAndMul.forward] = SWIGLU
 
 @cache
 def _has_scaled_mm(device: torch.device, is_row: bool) -> bool:
-    """Return whether PyTorch can multiply e4m3 matrices. Each row (if `is_row`) or block has a scale."""
+    """Return whether PyTorch can multiply e4m3 matrices with scales.
+
+    If `is_row` is True, each row has a scale. If not, each block has a scale.
+    """
     if device.type != "cuda":
         return False
     size = 512

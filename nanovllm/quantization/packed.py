@@ -1,8 +1,9 @@
-"""Stores, loads and dequantizes 4-bit weights. Any checkpoint format is possible.
+"""Stores, loads and dequantizes 4-bit weights from checkpoints of any format.
 
-A weight [N, K] consists of 4-bit codes for values. A value is an integer ("int4"), or a floating-point number with two
-exponent bits and one mantissa bit ("e2m1", OCP Microscaling Formats 1.0). In a row of the weight, each group of
-adjacent values shares a scale and, in some formats, a zero point. A code stands for the weight (value - zero) * scale.
+A weight [N, K] consists of 4-bit codes for values. A value is an integer ("int4") or a floating-point number ("e2m1").
+An e2m1 number has two exponent bits and one mantissa bit (OCP Microscaling Formats 1.0). In a row of the weight, each
+group of adjacent values shares a scale and, in some formats, a zero point. The weight that a code stands for is
+(value - zero) * scale.
 """
 
 from collections.abc import Callable
@@ -29,7 +30,7 @@ DUMMY = {"scales": 2.0**-8, "zeros": MIDDLE, "row_scales": 1.0}  # every scale f
 
 
 class Packed(NamedTuple):
-    """The tensors of a weight [N, K], or of a stack of weights [..., N, K]."""
+    """Holds the tensors of a 4-bit weight [N, K], or of a stack of 4-bit weights [..., N, K]."""
 
     words: torch.Tensor  # [N, 16 * ceil(K / CHUNK)] int32, each with eight codes; padded with arbitrary codes
     scales: torch.Tensor  # [N, groups]: a float dtype of the model, float8_e4m3fn or float8_e8m0fnu
@@ -52,10 +53,11 @@ class Packed(NamedTuple):
 class PackedScheme:
     """Describes a 4-bit weight, and the tensors that store it in a checkpoint.
 
-    tensors: (name, field of Packed, reader) of each tensor in the checkpoint. `name` is the end of the tensor's name.
-    The `reader` of the field `words` converts the tensor of a whole weight to codes [N, K]. The other readers convert a
-    tensor to the field's shape. The field "contiguous" means a tensor of group ids, which must be in order. If
-    `tensors` is empty, 16-bit weights are quantized while they are loaded.
+    tensors: a tuple (name, field of Packed, reader) for each tensor in the checkpoint. `name` is the end of the
+    tensor's name. The `reader` of the field `words` converts the tensor of a whole weight to codes [N, K]. The other
+    readers convert a tensor to the field's shape. The field "contiguous" stands for a tensor of group ids that is only
+    checked: the groups must be contiguous. If `tensors` is empty, the checkpoint has 16-bit weights, and they are
+    quantized while they are loaded.
     """
 
     codes: str
@@ -110,8 +112,8 @@ def dequantize_packed(weight: Packed, dtype: torch.dtype) -> torch.Tensor:
 def quantize(weight: torch.Tensor, group_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Round a weight [N, K] to integers with zero points. Return words, scales in `dtype`, and zero points.
 
-    The integers of a group cover the range from the group's smallest weight to its largest weight. If any weight of a
-    group is not finite, the group's scale is not finite.
+    The range of a group's integers covers the smallest weight of the group, the largest weight of the group, and 0. If
+    any weight of a group is not finite, the group's scale is not finite.
     """
     parts = [_quantize(part, group_size, dtype) for part in weight.split(ROWS_AT_A_TIME)]
     return tuple(torch.cat(found) for found in zip(*parts))
@@ -128,10 +130,10 @@ def _quantize(weight: torch.Tensor, group_size: int, dtype: torch.dtype) -> tupl
 
 
 class PackedWeight:
-    """The parameters of a layer's 4-bit weight, with loaders.
+    """Holds the parameters of a layer's 4-bit weight, and their loaders.
 
-    `parameters` maps each tensor's name in the checkpoint to a parameter. `select` is described in ScaledWeight. Raise
-    ValueError if a group belongs to the inputs of two ranks.
+    `parameters` maps each tensor's name in the checkpoint to a parameter. The class ScaledWeight describes `select`.
+    Raise ValueError if one group contains inputs of two ranks.
     """
 
     advice = "use fewer ranks"  # the end of this error's message
@@ -206,7 +208,7 @@ class PackedWeight:
         return torch.cat(filled[1::3])
 
     def _load(self, field: str, read: Callable, _: torch.Tensor, weight, *arguments) -> torch.Tensor | None:
-        """Load this rank's shard of one of the checkpoint's tensors."""
+        """Load this rank's shard of a tensor of the checkpoint."""
         if (selected := self.select(*arguments)) is None:
             return None
         shard, index = selected

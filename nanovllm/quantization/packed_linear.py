@@ -1,4 +1,4 @@
-"""Linear layers and mixtures of experts with 4-bit weights and matmuls in the dtype of the activations (W4A16)."""
+"""Implements linear layers and mixtures of experts with 4-bit weights. Matmuls use the activations' dtype (W4A16)."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,7 +35,7 @@ def best_packed_split_k(x: torch.Tensor, weight: Packed, max_split_k: int) -> in
 
 
 class PackedLinear(WeightFormat):
-    """The format of 4-bit weights. Kernels convert the weights while they read them."""
+    """The weight format for 4-bit weights. The kernels of matmuls convert the weights while they read them."""
 
     def __init__(self, layer: LinearBase, scheme: PackedScheme):
         shards, shape = [layer.shard(*shard_id) for shard_id in layer.shard_ids()], tuple(layer.weight.shape)
@@ -49,7 +49,7 @@ class PackedLinear(WeightFormat):
         return self.weight.packed
 
     def move_to_end(self, stack: Packed) -> None:
-        """Make the weight the last weight of `stack`. The weight must not be loaded yet."""
+        """Store this weight as the last weight of `stack`. The weight must not be loaded yet."""
         self.weight.move_to(stack.of(-1))
 
     def linear(self, layer: LinearBase, x: Any, bias=None, split_k: int = 1, out=None) -> torch.Tensor:
@@ -84,7 +84,7 @@ class PackedExperts(ExpertsFormat):
 
 
 class PackedStack(PackedWeight):
-    """One of the two stacked weights of a rank's experts."""
+    """Holds the stacked weights of a rank's experts: `gate_up_proj` or `down_proj`."""
 
     advice = "use fewer ranks, or expert_parallel=True, which divides no expert"
 
@@ -130,7 +130,7 @@ class PackedStack(PackedWeight):
         return torch.cat([part for part in filled if part is not None]) if field == "scales" else None
 
     def _parts(self, weight) -> Iterator[tuple[torch.Tensor, int, int]]:
-        """Yield (weight, expert, shard id) for each expert in a stack that belongs to this rank."""
+        """Yield (weight, expert, shard id) for each shard of this rank's experts. `weight` contains all experts."""
         sizes = [shard.shape[0] for shard in self.shards.values()]
         weight = check_shape(weight, (self.num_experts, sum(sizes), next(iter(self.shards.values())).shape[1]))
         for expert in range(self.first_expert, self.first_expert + self.num_local):

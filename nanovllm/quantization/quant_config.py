@@ -32,14 +32,15 @@ Scheme = QuantScheme | PackedScheme  # all layers of a model have the same kind
 
 @dataclass(frozen=True)
 class QuantConfig:
-    """The quantization scheme of each linear layer of a model.
+    """Says how each linear layer of a model is quantized.
 
-    groups: pairs (name patterns, scheme). A layer gets the scheme of the first pair that has a matching pattern.
+    groups: pairs (name patterns, quantization scheme). A layer gets the scheme of the first pair that has a matching
+        pattern.
     ignore: name patterns of layers that are not quantized.
 
-    A pattern can be the name of a module in the checkpoint, the end of this name, or the name of a parent module.
-    "Linear" matches all layers. If a pattern begins with "re:", the rest is a regular expression, which must match the
-    beginning of the name. Embeddings, the output head and routers are never quantized.
+    A pattern can be the name of a module in the checkpoint, the end of this name, or the name of a parent module. The
+    pattern "Linear" matches all layers. If a pattern begins with "re:", the rest is a regular expression, which must
+    match the beginning of the name. Embeddings, the output head and routers are never quantized.
     """
 
     name: str  # the format's name in the setting `quantization`
@@ -53,7 +54,7 @@ class QuantConfig:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the quantized values, equal in all groups."""
+        """The dtype of the quantized values, which is the same in all groups."""
         return self.groups[0][1].dtype
 
     @property
@@ -74,8 +75,9 @@ class QuantConfig:
         return name.removesuffix("_inv") if has_one_scale and name.endswith(".weight_scale_inv") else name
 
     def adapt(self, loaders: dict[str, tuple[Callable, list]], stored: Collection[str]) -> None:
-        """Change `loaders` (from `weight_loaders`) for `optional` and `zero` tensors.
+        """Remove from `loaders` the `optional` tensors that are not stored, and add checks of `zero` tensors.
 
+        loaders: the result of `weight_loaders`.
         stored: the names of the checkpoint's tensors.
         """
         for name in [name for name in loaders if name.endswith(self.optional) and name not in stored]:
@@ -83,7 +85,7 @@ class QuantConfig:
         loaders |= {name: (check_zero, []) for name in stored if name.endswith(self.zero) and name not in loaders}
 
     def scheme_of(self, module: str) -> Scheme | None:
-        """Return the scheme of a module, or None. `name` is the module's name in the checkpoint."""
+        """Return the scheme of a module, or None. `module` is the module's name in the checkpoint."""
         names = nested_names(module)
         if any(_matches(pattern, name) for pattern in self.ignore for name in names):
             return None
@@ -91,7 +93,10 @@ class QuantConfig:
         return next(found, None)
 
     def prepare(self, model: nn.Module, device: torch.device) -> None:
-        """Set the formats of linear layers and mixtures of experts in `model`. Allocate their weights on `device`."""
+        """Set the formats of linear layers and mixtures of experts in `model`.
+
+        Allocate the weights of these layers on `device`.
+        """
         if device.type == "cpu":
             logger.warning(
                 "quantization: on a CPU, %s weights are slower than 16 bits: each step dequantizes them", self.name
@@ -147,16 +152,16 @@ class QuantConfig:
 
 
 def check_zero(tensor: Any) -> None:
-    """A weight loader for tensors that the model lacks."""
+    """Raise ValueError if a tensor that the model lacks is not zero. `adapt` uses this function as a weight loader."""
     if tensor[...].any():
         raise ValueError("is not zero, and the model has no such parameter")
 
 
 def check_unread(where: str, raw: dict, neutral: Mapping[str, Collection]) -> None:
-    """Raise ValueError for an entry of `raw` that is not read, although it changes what a checkpoint means.
+    """Raise ValueError if an entry of `raw` changes the meaning of the checkpoint, but the library does not read it.
 
-    neutral: maps the name of each such entry to the values that change nothing. Empty values and False change nothing
-        either.
+    neutral: maps the name of each unread entry to the values that change nothing. Empty values and False are always
+        accepted.
     """
     for name, values in neutral.items():
         if (value := raw.get(name)) and value not in values:

@@ -41,7 +41,7 @@ class QuantScheme:
         return Block(self.block_rows or shape[0], self.block_columns or shape[1])
 
     def local_block(self, shards: list[Shard], columns: int) -> Block:
-        """Return the largest block size at which no block crosses the border of a shard of this rank.
+        """Return the largest block size for which no block crosses the border of a shard of this rank.
 
         Both sides of a block are powers of two, unless the block spans whole rows. If a shard's border cuts a block of
         the checkpoint, the block becomes several smaller blocks with equal scales.
@@ -59,7 +59,10 @@ class QuantScheme:
         return -(-shape[0] // block.rows), -(-shape[1] // block.columns)
 
     def dequantize(self, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Compute the float32 weight [N, K] from a checkpoint's values and scales. The last blocks may be smaller."""
+        """Compute the float32 weight [N, K] from a checkpoint's values and scales.
+
+        The last blocks of the weight may be smaller.
+        """
         (n, k), block = values.shape, self.block_of(tuple(values.shape))
         of_rows = scales.float().repeat_interleave(block.rows, 0)[:n]
         return values.float() * of_rows.repeat_interleave(block.columns, 1)[:, :k]
@@ -67,7 +70,8 @@ class QuantScheme:
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantize a weight [N, K].
 
-        Return values [N, K], and scales [ceil(N / rows), ceil(K / columns)]. The last blocks may be smaller.
+        Return values [N, K], and scales [ceil(N / rows), ceil(K / columns)]. The last blocks of the weight may be
+        smaller.
         """
         rows, columns = self.block_of(tuple(weight.shape))
         parts = [self._quantize(part, rows, columns) for part in weight.split(-(-ROWS_AT_A_TIME // rows) * rows)]
@@ -108,13 +112,13 @@ def min_block_columns(values: torch.Tensor) -> int:
 
 
 class ScaledWeight:
-    """The parameters of a layer's 8-bit weight, with loaders.
+    """Holds the parameters of a layer's 8-bit weight, and their loaders.
 
     `values` is [..., N, K], and `scales` is [..., N / rows, K / columns]. If the checkpoint has no scales, `scales` is
     a tensor, not a parameter.
 
-    `select` takes the arguments of a `weight_loader`. `select` returns a shard of the checkpoint's weight, and an
-    index: the place of the shard's matrix in the stack, or () if there is only one matrix. If the shard belongs to
+    `select` takes the arguments of a `weight_loader`. `select` returns a shard of the checkpoint's weight, and the
+    index of the shard's matrix in the stack. If there is only one matrix, the index is (). If the shard belongs to
     another rank, `select` returns None.
     """
 
@@ -135,7 +139,10 @@ class ScaledWeight:
             self.scales = parameter(shape, self._load_scales, torch.float32)
 
     def _load_values(self, values: torch.Tensor, weight, *arguments) -> torch.Tensor | None:
-        """Load a shard of a checkpoint's values, or quantize a weight. The result contains NaN if the weight does."""
+        """Load a shard of a checkpoint's values, or quantize a weight.
+
+        The result contains NaN if the weight contains NaN.
+        """
         if (selected := self.select(*arguments)) is None:
             return None
         shard, index = selected
@@ -156,7 +163,7 @@ class ScaledWeight:
     def quantize_shard(self, weight: torch.Tensor, shard: Shard, index: tuple[int, ...]) -> torch.Tensor:
         """Quantize a whole weight, because blocks may be larger than shards.
 
-        Copy the quantized shard, and return the shard's scales.
+        Copy this rank's shard of the quantized weight, and return the shard's scales.
         """
         # always on this device, because CUDA may round quotients differently than a CPU
         values, scales = self.scheme.quantize(weight.to(self.values.device))
@@ -185,13 +192,16 @@ class ScaledWeight:
 
 
 def _slice_of(indices: list[int]) -> slice | list[int]:
-    """Return a slice if the indices are consecutive. A list would be copied to the device, and the host would wait."""
+    """Return a slice if the indices are consecutive.
+
+    A list of indices would be copied to the device, and the host would wait for the copy.
+    """
     begin, end = indices[0], indices[-1] + 1
     return slice(begin, end) if indices == list(range(begin, end)) else indices
 
 
 def _nan_of(values: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with one element, which is NaN if any value is NaN. PyTorch has no `aminmax` for float8."""
+    """Return a tensor with one element, which is NaN if any of `values` is NaN. PyTorch has no `aminmax` for float8."""
     if values.dtype == torch.int8:
         return torch.zeros(1, device=values.device)
     has_nan = (values.view(torch.uint8) & 0x7F).amax() == 0x7F

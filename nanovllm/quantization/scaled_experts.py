@@ -8,7 +8,7 @@ from nanovllm.utils.loader import Shard, check_shape
 
 
 class ScaledExperts(ExpertsFormat):
-    """The format of 8-bit weights for matmuls in the dtype of the activations (W8A16)."""
+    """The weight format for experts with 8-bit weights and matmuls in the dtype of the activations (W8A16)."""
 
     is_scaled = True
 
@@ -40,13 +40,16 @@ class ScaledExperts(ExpertsFormat):
 
 
 class FP8Experts(ScaledExperts):
-    """The format for GPUs with FP8 units. If a step has many tokens, activations are quantized too (W8A8)."""
+    """The weight format of experts on GPUs with FP8 units.
+
+    If a step has many tokens, activations are quantized too (W8A8).
+    """
 
     quantizes_activations = True
 
 
 class StackedWeight(ScaledWeight):
-    """One of the two stacked weights of a rank's experts."""
+    """Holds the stacked weights of a rank's experts: `gate_up_proj` or `down_proj`."""
 
     def __init__(self, shape: tuple[int, ...], scheme: QuantScheme, block: Block, experts: Experts, shard_ids: tuple):
         self.first_expert, self.num_local = experts.first_expert, experts.num_local

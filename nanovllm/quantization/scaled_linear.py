@@ -1,4 +1,4 @@
-"""Linear layers with 8-bit weights and matmuls in the dtype of the activations (W8A16)."""
+"""Implements linear layers with 8-bit weights and matmuls in the dtype of the activations (W8A16)."""
 
 from typing import Any
 
@@ -33,14 +33,14 @@ def best_scaled_split_k(
 ) -> int:
     """Return the best `split_k` for `scaled_linear`. The maximum is `max_split_k`.
 
-    `max_rows` is None unless rows are quantized. If there are more than `max_rows` rows, only the kernel for quantized
-    rows can split K.
+    If the rows of activations are not quantized, `max_rows` is None. If there are more than `max_rows` rows, only the
+    kernel for quantized rows can split K.
     """
     return 1
 
 
 class ScaledLinear(WeightFormat):
-    """The format of 8-bit weights. Kernels convert the weights while they read them."""
+    """The weight format for 8-bit weights. The kernels of matmuls convert the weights while they read them."""
 
     max_split_k_rows: int | None = None
 
@@ -54,7 +54,7 @@ class ScaledLinear(WeightFormat):
         self.values, self.scales = self.weight.values.data, self.weight.scales.data
 
     def move_to_end(self, stack: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Make the weight the last weight of `stack`, which is (values, scales).
+        """Store this weight as the last weight of `stack`, which is (values, scales).
 
         The weight must not be loaded yet.
         """

@@ -1,15 +1,15 @@
-"""The formats in which models mark their reasoning, named after vLLM's reasoning parsers."""
+"""Defines the formats in which models mark their reasoning. The names of the formats are those of vLLM's parsers."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
 
 class ReasoningFormat(NamedTuple):
-    """The two markers that enclose the reasoning before an answer.
+    """Describes the two markers that enclose the reasoning before an answer.
 
-    is_open: True if the model starts inside the reasoning by default, so that it writes no begin marker. If the prompt
-        contains a marker, the marker overrides this default.
-    inner: special tokens that may follow the begin marker in a prompt. They do not begin a turn.
+    is_open: whether, by default, the model starts inside the reasoning and writes no begin marker. If the prompt
+        contains a marker, the marker overrides `is_open`.
+    inner: special tokens that may follow the begin marker in a prompt, and do not begin a turn.
     """
 
     begin: str
@@ -40,7 +40,7 @@ HINTS = "reasoning_content", "enable_thinking", "thinking", "reasoning_effort"
 
 
 def template_text(chat_template: str | Mapping[str, str] | None) -> str:
-    """Return a chat template's text. If there are several named templates, join their texts."""
+    """Return the text of a chat template. If there are several named templates, join the texts of all templates."""
     return "\n".join(chat_template.values()) if isinstance(chat_template, Mapping) else chat_template or ""
 
 

@@ -1,14 +1,14 @@
-"""The harmony format of gpt-oss (cookbook.openai.com/articles/openai-harmony): an answer is a sequence of messages.
+"""Reads the harmony format of gpt-oss, in which an answer is a sequence of messages.
 
-A message consists of `<|start|>`, a header, `<|message|>`, a body, and one of `<|end|>`, `<|return|>` and `<|call|>`.
-The prompt ends with `<|start|>assistant`, so an answer begins within a header. The header names a channel and, in a
-call, a recipient:
+The format is described at cookbook.openai.com/articles/openai-harmony. A message consists of `<|start|>`, a header,
+`<|message|>`, a body, and one of `<|end|>`, `<|return|>` and `<|call|>`. The prompt ends with `<|start|>assistant`, so
+an answer begins within a header. The header contains the name of a channel and, in a call, a recipient:
 
     <|channel|>analysis<|message|>Paris is meant.<|end|>
     <|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
 
 The channel `analysis` is reasoning, `final` is the answer, and `commentary` is a call or the text before calls. Models
-sometimes call functions in `analysis`, or omit the token that ends a message. If this token is missing, `<|start|>`
+sometimes call functions in `analysis`, or omit the token that ends a message. If the end token is missing, `<|start|>`
 ends the message.
 """
 
@@ -27,13 +27,16 @@ CHANNEL = re.compile(r"<\|channel\|>\s*([^\s<]+)")
 
 
 def is_analysis(header: str) -> bool:
-    """Return whether a message is reasoning. A function call in the channel `analysis` is not reasoning."""
+    """Return whether the message with this header is reasoning.
+
+    A function call in the channel `analysis` is not reasoning.
+    """
     channel = CHANNEL.search(header)
     return channel is not None and channel[1] == "analysis" and "to=functions." not in header
 
 
 class HarmonyMarkers:
-    """The control tokens of a vocabulary. Other tokens that spell the same texts have no effect."""
+    """Holds the control tokens of a vocabulary. Other tokens that spell the text of a control token have no effect."""
 
     begin_id = None
     texts = CONTROLS
@@ -47,7 +50,7 @@ class HarmonyMarkers:
             raise ValueError("reasoning_parser='openai_gptoss': the vocabulary lacks harmony's control tokens")
 
     def start(self, prompt_token_ids: list[int]) -> "HarmonyReasoning":
-        """Return the state at the beginning of an answer. The prompt's last message may be incomplete."""
+        """Return the state at the beginning of an answer. The last message of the prompt may be incomplete."""
         begin = len(prompt_token_ids)
         while begin and self.controls.get(prompt_token_ids[begin - 1]) != START:
             begin -= 1
@@ -58,9 +61,9 @@ class HarmonyMarkers:
 
 
 class HarmonyReasoning(Reasoning):
-    """The state of an answer's reasoning. The reasoning ends with the header of the first message that is not analysis.
+    """Tracks the reasoning of an answer. The reasoning ends with the header of the first message that is not analysis.
 
-    header: the token ids of the current message's header. `header` no longer changes after the reasoning.
+    header: the token ids of the current message's header. After the reasoning, `header` no longer changes.
     is_body: whether the header of the current message is complete.
     """
 
@@ -93,7 +96,10 @@ class HarmonyReasoning(Reasoning):
                 self.header += (token_id,)
 
     def forced_id(self, budget: int) -> int | None:
-        """See `Reasoning.forced_id`. If the model itself has begun the current header, return None."""
+        """See `Reasoning.forced_id`.
+
+        Return None if the model itself, and not this method, has begun the current header.
+        """
         end_ids, num_over = self.markers.end_ids, self.num_thoughts - budget
         if self.is_body:
             return end_ids[0] if num_over >= 0 else None

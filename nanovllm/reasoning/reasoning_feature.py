@@ -1,4 +1,4 @@
-"""Tracks reasoning in each step, which tells other features where the answer begins."""
+"""Tracks reasoning in each step, so that other features know where the answer begins."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ReasoningStage(StepFeature):
-    """Stores a `Reasoning` for each sequence. The `Reasoning` processes the tokens as they reach the host."""
+    """Stores a `Reasoning` for each sequence. The `Reasoning` processes each token when the token reaches the host."""
 
     @classmethod
     def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:

@@ -1,4 +1,4 @@
-"""Determines whether an answer is before, inside or after its reasoning, using its token ids."""
+"""Determines from the token ids of an answer whether the answer is before, inside or after its reasoning."""
 
 from collections.abc import Iterable, Mapping
 from enum import Enum, auto
@@ -14,11 +14,11 @@ class Stage(Enum):
 
 
 class Markers:
-    """The markers of a reasoning format, and how a model's vocabulary represents them.
+    """Holds the markers of a reasoning format, and the tokens that represent the markers in a model's vocabulary.
 
-    Most models have a token for each marker. A marker is then recognized only in a token that contains the whole
-    marker. Several tokens that together spell the marker are part of the reasoning. If a model has no marker tokens,
-    any tokens that spell a marker are recognized.
+    Most models have one token for each marker. If a model has marker tokens, a marker is recognized only in a token
+    that contains the whole marker. Several tokens that together spell the marker are part of the reasoning. If a model
+    has no marker tokens, any tokens that together spell a marker are recognized.
     """
 
     def __init__(self, form: ReasoningFormat, tokenizer: Any, token_bytes: Mapping[int, bytes]):
@@ -45,7 +45,7 @@ class Markers:
     def stage_after(self, prompt_token_ids: list[int]) -> Stage:
         """Return the stage in which an answer to this prompt begins.
 
-        The reasoning may begin or end in the prompt's last turn.
+        The reasoning may begin or end in the last turn of the prompt.
         """
         start = len(prompt_token_ids)
         while start and prompt_token_ids[start - 1] not in self._turn_ids:
@@ -58,7 +58,7 @@ class Markers:
 
 
 class TextMarkers:
-    """The markers of a reasoning format, for text whose tokens are unknown."""
+    """Holds the markers of a reasoning format, for text whose tokens are unknown."""
 
     begin_id = end_id = None
 
@@ -67,12 +67,12 @@ class TextMarkers:
 
 
 class Reasoning:
-    """The state of an answer's reasoning after the tokens processed so far.
+    """Tracks the reasoning of an answer after the tokens processed so far.
 
     stage: before, inside or after the reasoning.
     num_tokens: the number of reasoning tokens, including markers.
     num_thoughts: the number of reasoning tokens after the begin marker.
-    num_ends: the number of occurrences of the end marker's text, including those that did not end the reasoning.
+    num_ends: how often the text of the end marker has occurred, including occurrences that did not end the reasoning.
     """
 
     def __init__(self, markers: Markers | TextMarkers, stage: Stage):
@@ -99,7 +99,7 @@ class Reasoning:
         return end_ids[num_over % len(end_ids)] if num_over >= 0 else None
 
     def take_text(self, piece: bytes) -> None:
-        """Process the text of the next token. If TextMarkers are used, it may be several tokens' text."""
+        """Process the text of the next token. With TextMarkers, `piece` may be the text of several tokens."""
         if self.stage is Stage.BEFORE:
             self._begin_with(piece)
         elif self.stage is Stage.INSIDE:
@@ -138,6 +138,6 @@ def _begins_or_ends_turn(token: Any) -> bool:
 
 
 def find_token_id(tokenizer: Any, text: str) -> int | None:
-    """Return the id of the token whose text is `text`, or None if there is no such token."""
+    """Return the id of the token whose text is `text`, or None if no token has this text."""
     token_id = tokenizer.convert_tokens_to_ids(text)
     return token_id if token_id is not None and tokenizer.convert_ids_to_tokens(token_id) == text else None

@@ -1,7 +1,7 @@
-"""Determines the forms of messages that a chat template reads. Converts conversations to these forms.
+"""Determines the forms in which a chat template reads messages, and converts conversations to these forms.
 
-Clients send content as text, as a list of parts, or not at all. Clients send the arguments of tool calls as text. The
-forms that a template supports can only be found in its source code.
+Clients send the content of a message as text, as a list of parts, or not at all. Clients send the arguments of tool
+calls as text. The forms that a template supports can be found only in the source code of the template.
 """
 
 import json
@@ -27,15 +27,16 @@ GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")  # a tag of transform
 
 
 class TemplateForms(NamedTuple):
-    """The forms in which a chat template reads messages.
+    """Describes the forms in which a chat template reads messages.
 
-    content_parts: True if the template iterates over parts of the content. Otherwise, parts are joined into one text.
-    content_text: True if the template accepts text as content. Otherwise, text becomes a list with one part.
-    arguments_text: True if the template needs a tool call's arguments as text. Otherwise, they become an object.
-    roles: the names with which the template compares a message's role.
-    reasoning: the names under which the template reads the reasoning.
-    is_harmony: True if the template refuses messages with reasoning, content and tool calls. In such messages, the
-        content becomes reasoning.
+    content_parts: whether the template iterates over parts of the content. If False, parts are joined into one text.
+    content_text: whether the template accepts text as content. If False, text becomes a list with one part.
+    arguments_text: whether the template needs the arguments of a tool call as text. If False, arguments become an
+        object.
+    roles: the names that the template compares with the role of a message.
+    reasoning: the names of message entries from which the template reads the reasoning.
+    is_harmony: whether the template refuses a message that has reasoning, content and tool calls. If True, the content
+        of a message with reasoning and tool calls becomes reasoning.
     """
 
     content_parts: bool = False
@@ -49,7 +50,7 @@ class TemplateForms(NamedTuple):
         """Convert a message to the forms that the template reads. Raises ValueError if a part is not text.
 
         Null entries are dropped, as in transformers 5. An empty list of tool calls is dropped too, because a template
-        may treat any list as calls.
+        may treat any list as tool calls.
         """
         entries: dict[str, Any] = {name: value for name, value in message.items() if value is not None}
         if isinstance(role := entries.get("role"), str) and role not in self.roles:
@@ -69,14 +70,14 @@ class TemplateForms(NamedTuple):
         return entries
 
     def check_roles(self, messages: list[Message]) -> None:
-        """Raise ValueError if a role is neither in ROLES nor named by the template."""
+        """Raise ValueError if the role of a message is neither in ROLES nor named by the template."""
         known = sorted(ROLES | self.roles)
         for message in messages:
             if message["role"] not in known:
                 raise ValueError(f"messages: role {message['role']!r:.80}: must be one of {', '.join(known)}")
 
     def with_contents(self, messages: list[Message]) -> list[Message]:
-        """Add empty content to answers and tool results that have none, because some templates require content."""
+        """Add empty content to answers and tool results without content, because some templates require content."""
         empty = {"content": "" if self.content_text else []}
         return [{**empty, **message} if message["role"] in ("assistant", "tool") else message for message in messages]
 
@@ -118,7 +119,10 @@ def _text_part(part: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def forms_of(template: str) -> TemplateForms:
-    """Return the forms that a chat template reads. If the template is very long or invalid, return the defaults."""
+    """Return the forms that a chat template reads.
+
+    If the template is very long or invalid, return the default forms.
+    """
     if len(template) > MAX_CHARACTERS:
         return TemplateForms()
     try:
@@ -142,9 +146,9 @@ def _forms_in(tree: nodes.Template) -> TemplateForms:
 
 
 class _Entry:
-    """Finds where a template reads the entry `name` of a message or tool call. The template may use a variable.
+    """Finds where a template reads the entry `name` of a message or tool call, directly or through a variable.
 
-    Scopes are ignored, so variables with the same name are treated as one.
+    Scopes are ignored, so variables with the same name are treated as one variable.
     """
 
     def __init__(self, name: str, tree: nodes.Template):
@@ -203,7 +207,7 @@ class _Entry:
 
 
 def _constant(node: nodes.Node) -> Any:
-    """Return the value of a constant. For any other expression, return an object that equals no string."""
+    """Return the value of a constant expression. For any other expression, return an object that equals no string."""
     return node.value if isinstance(node, nodes.Const) else node
 
 

@@ -17,9 +17,9 @@ def is_image(part: Any) -> bool:
 
 
 def image_entries(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of an image part, except for its type and for null entries.
+    """Return the entries of an image part, except the entry `type` and null entries.
 
-    OpenAI's `"image_url": {"url": ..., "detail": ...}` becomes `"image_url": ..., "detail": ...`.
+    The nested form of OpenAI, `"image_url": {"url": ..., "detail": ...}`, becomes `"image_url": ..., "detail": ...`.
     """
     entries = {key: value for key, value in part.items() if key != "type"}
     if isinstance(nested := entries.get("image_url"), Mapping):
@@ -29,7 +29,7 @@ def image_entries(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def problem_with(part: Any) -> str | None:
-    """Return why a part can't be read if it is a video or audio, else None."""
+    """If a part is a video or audio, return why it can't be read. For other parts, return None."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     problem = UNSUPPORTED.get(kind) if isinstance(kind, str) else None
     return None if problem is None else f"content part of type {kind!r}: {problem}"

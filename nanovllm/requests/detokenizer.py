@@ -16,7 +16,10 @@ _BYTES |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*
 
 
 class TokenBytes(dict[int, bytes]):
-    """Maps a token id to the token's bytes in the middle of a text. If an id has no text, the bytes are b""."""
+    """Maps a token id to the bytes that the token has in the middle of a text.
+
+    If an id has no text, the bytes are b"".
+    """
 
     def __init__(self, tokenizer, skip_special_tokens: bool):
         """`tokenizer` is a fast tokenizer of transformers.
@@ -40,7 +43,7 @@ class TokenBytes(dict[int, bytes]):
         return text
 
     def at_start(self, token_id: int) -> bytes:
-        """Return a token's bytes at the start of a text. The tokenizer may omit a space there."""
+        """Return the bytes that a token has at the start of a text, where the tokenizer may omit a space."""
         text = self[token_id]
         return self._decode([self._token_of(token_id)]).encode() if text.startswith(b" ") else text
 
@@ -52,16 +55,16 @@ def _byte_level_bytes(token: str) -> bytes:
 
 
 class Detokenizer:
-    """Decodes an answer in time linear in the answer's length.
+    """Decodes an answer. Decoding takes time linear in the length of the answer.
 
-    The text is `decode(prompt + answer)` without its prefix `decode(prompt)`. `decode` is the tokenizer's method, with
-    `clean_up_tokenization_spaces=False`. The tokens' bytes form a UTF-8 stream, so a character becomes text when its
-    last byte arrives. Invalid bytes become U+FFFD. SentencePiece's `decode` also replaces valid bytes next to invalid
-    bytes. This class does not.
+    The text of the answer is `decode(prompt + answer)` without its prefix `decode(prompt)`. `decode` is the tokenizer's
+    method, with `clean_up_tokenization_spaces=False`. The bytes of the tokens form a UTF-8 stream, so a character
+    becomes text when its last byte arrives. Invalid bytes become U+FFFD. The `decode` of SentencePiece, unlike this
+    class, also replaces valid bytes next to invalid bytes.
     """
 
     def __init__(self, token_ids: list[int], num_prompt_tokens: int, token_bytes: TokenBytes):
-        """`token_ids` is the sequence's list of prompt tokens and generated tokens. The list grows between calls."""
+        """`token_ids` is the sequence's list of prompt tokens and generated tokens, which grows between calls."""
         self._token_ids, self._token_bytes = token_ids, token_bytes
         self._bytes_of = token_bytes.__getitem__
         self._num_decoded = num_prompt_tokens
@@ -78,7 +81,7 @@ class Detokenizer:
     def decode(self, num_hidden: int = 0, is_last: bool = False) -> str:
         """Return the text of the new tokens since the previous call, without the last `num_hidden` tokens.
 
-        If `is_last` is True, no tokens follow, so an incomplete character at the end becomes U+FFFD.
+        If `is_last` is True, no more tokens follow, so an incomplete character at the end becomes U+FFFD.
         """
         new = self._token_ids[self._num_decoded : len(self._token_ids) - num_hidden]
         self._num_decoded += len(new)

@@ -30,7 +30,7 @@ MAX_PRIORITY = 2**63 - 1  # the minimum is -MAX_PRIORITY
 
 
 class InputProcessor:
-    """Makes requests. Any thread may call the methods at any time."""
+    """Makes requests. Any thread may call the methods of this class at any time."""
 
     def __init__(self, config: Config, tokenizer, first_request_id: int = 0):
         assert config.max_model_len is not None, "it is resolved on construction"
@@ -53,7 +53,7 @@ class InputProcessor:
 
     @property
     def num_requests(self) -> int:
-        """The number of requests so far. All request ids are below this number."""
+        """The number of requests so far. All request ids are below the number of requests."""
         return MAX_REQUESTS - operator.length_hint(self._unused_ids)
 
     def next_request_id(self) -> int:
@@ -63,7 +63,10 @@ class InputProcessor:
         self.cleanup.close()
 
     def default_sampling_params(self, kind: type[SamplingParams] = SamplingParams) -> SamplingParams:
-        """Return the parameters that the model recommends. All other parameters have the defaults of `kind`."""
+        """Return the parameters that the model recommends.
+
+        Parameters without a recommendation have the defaults of `kind`.
+        """
         return recommended_params(self.config.model, kind)
 
     def requests(
@@ -75,7 +78,7 @@ class InputProcessor:
         priority=None,
         lora_request: Adapters = None,
     ) -> list[CompletionRequest]:
-        """Make a request for each prompt. The other arguments are those of `LLMEngine.generate`."""
+        """Make a request for each prompt. `LLMEngine.generate` describes the other arguments."""
         prompts = [prompts] if isinstance(prompts, str) else prompts
         is_plain = isinstance(prompts, list) and all(isinstance(prompt, (str, list)) for prompt in prompts)
         if not is_plain or priority is not None:
@@ -151,14 +154,14 @@ class InputProcessor:
     def set_order(self, *group: Sequence) -> None:
         """Set a request's place in the order that the scheduling policy defines.
 
-        Errors of the policy propagate before anything is queued.
+        Errors that the policy raises reach the caller before anything is queued.
         """
         priority_key = self.policy.priority_key(group[0])
         for seq in group:
             seq.set_order(priority_key)
 
     def tokenize(self, prompt: Prompt, template_arguments: Mapping | None = None) -> tuple[str | None, list[int], Any]:
-        """Return a prompt's text (None if unknown), its token ids, and its PromptImages (None if it has no images)."""
+        """Return the text of a prompt (None if unknown), the token ids, and the PromptImages (None without images)."""
         if not isinstance(template_arguments, Mapping | None):
             raise TypeError(f"chat_template_kwargs={template_arguments!r:.80}: must be a dict")
         text: str | None = None
@@ -176,7 +179,7 @@ class InputProcessor:
         return text, ids, images
 
     def encode(self, text: str, add_special_tokens: bool = True, is_cut: bool = False) -> list[int]:
-        """Return the token ids of a text. `is_cut` has a meaning in `PromptLane.encode`."""
+        """Return the token ids of a text. Only the subclass method `PromptLane.encode` uses `is_cut`."""
         check_unicode("prompt", text)
         with self.tokenizer_lock:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)

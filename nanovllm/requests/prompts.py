@@ -1,4 +1,4 @@
-"""Handles prompts in other forms than strings and lists of token ids: dicts, conversations, arrays and iterators."""
+"""Reads prompts that are neither strings nor lists of token ids: dicts, conversations, arrays and iterators."""
 
 from collections.abc import Iterator, Mapping
 from numbers import Integral
@@ -35,7 +35,7 @@ def as_priorities(priority: Any, num_prompts: int) -> list:
 
 
 def as_conversations(messages) -> list[list[Message]]:
-    """Return a list of conversations. A single conversation becomes a list. Raises ValueError for anything else."""
+    """Return a list of conversations. A single conversation becomes a list. Raises ValueError for any other value."""
     conversations = [messages] if is_conversation(messages) else messages
     if not isinstance(conversations, (list, tuple)) or not all(map(is_conversation, conversations)):
         raise _not_a_conversation(messages)
@@ -43,14 +43,17 @@ def as_conversations(messages) -> list[list[Message]]:
 
 
 def check_template_arguments(arguments: Mapping | None) -> dict:
-    """Return the `chat_template_kwargs` of a call as a dict. Raises TypeError if it is neither a mapping nor None."""
+    """Return the `chat_template_kwargs` of a call as a dict.
+
+    Raises TypeError if `arguments` is neither a mapping nor None.
+    """
     if not isinstance(arguments, Mapping | None):
         raise TypeError(f"chat_template_kwargs={arguments!r:.80}: must be a dict")
     return dict(arguments or {})
 
 
 def as_list(value) -> list | None:
-    """Return the items of a list, tuple, iterator, array or tensor as a list. For anything else, return None."""
+    """Return the items of a list, tuple, iterator, array or tensor as a list. For any other value, return None."""
     value = value.tolist() if hasattr(value, "tolist") else value
     return list(value) if isinstance(value, (list, tuple, Iterator)) else None
 
@@ -76,7 +79,10 @@ def read_text_prompt(
     add_special_tokens: bool = True,
     is_cut: bool = False,
 ) -> tuple[str | None, list[int]]:
-    """Return the text (None if unknown) and the token ids. The other arguments are those of `encode`, for a text."""
+    """Return the text of a prompt (None if unknown) and the token ids.
+
+    If the prompt is a text, `add_special_tokens` and `is_cut` are passed to `encode`.
+    """
     if is_conversation(prompt):
         with processor.tokenizer_lock:
             chat = render_chat(processor.tokenizer, prompt, template_arguments)
@@ -102,7 +108,10 @@ def read_text_prompt(
 
 
 def render_chat(tokenizer, messages: list[Message], template_arguments: Mapping) -> str:
-    """Render a conversation with the chat template. Raises ValueError if the template fails or content is not text."""
+    """Render a conversation with the chat template.
+
+    Raises ValueError if the template fails or if content is not text.
+    """
     if not is_conversation(messages):
         raise _not_a_conversation(messages)
     arguments = {"add_generation_prompt": True} | dict(template_arguments) | {"tokenize": False}

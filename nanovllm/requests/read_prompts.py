@@ -18,7 +18,7 @@ def read_images(prompts: list, processor: "InputProcessor") -> list:
 
 
 def image_prompt_reader(processor: "InputProcessor") -> Any:
-    """Return the ImagePromptReader of an engine that takes images. Raises ValueError without Pillow."""
+    """Return the ImagePromptReader of an engine that accepts images. Raises ValueError if Pillow is not installed."""
     if "images" not in processor.helpers:
         try:
             from nanovllm.vision.image_prompts import ImagePromptReader  # few engines take images
@@ -33,8 +33,8 @@ def read_prompt(
 ) -> tuple[str | None, list[int], Any]:
     """Return the text (None if unknown), the token ids and the images of a prompt that is not a string.
 
-    The images are a PromptImages, or None if there are none. Raises ValueError if the prompt has images, but the engine
-    does not take images.
+    The images are a PromptImages, or None if the prompt has no images. Raises ValueError if the prompt has images, but
+    the engine does not accept images.
     """
     if not has_images(prompt):
         return *read_text_prompt(prompt, template_arguments, processor), None

@@ -1,4 +1,4 @@
-"""The sampling parameters that a model recommends. Requests without parameters use the recommended parameters."""
+"""Reads the sampling parameters that a model recommends, which are used for requests without parameters."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_ne
 
 
 def recommended_params(folder: str, kind: type[SamplingParams]) -> SamplingParams:
-    """Read `folder/generation_config.json`. Other parameters have the defaults of `kind`."""
+    """Read `folder/generation_config.json`. Parameters that the file lacks have the defaults of `kind`."""
     file = Path(folder) / "generation_config.json"
     raw = read_json(file) if file.exists() else {}
     given = {name.replace("new_", ""): raw[name] for name in NAMES if raw.get(name) is not None}

@@ -1,4 +1,4 @@
-"""Defines requests. A request turns token ids into text, and makes the caller's outputs."""
+"""Defines requests. A request turns token ids into text, and makes the outputs for the caller."""
 
 from collections.abc import Mapping
 from time import perf_counter, time
@@ -32,7 +32,7 @@ Adapters = Union["LoRARequest", list["LoRARequest | None"], None]  # one for all
 
 
 class Request:
-    """A prompt, the sequences that answer it, and the collector of the caller."""
+    """Holds a prompt, the sequences that answer the prompt, and the collector of the caller."""
 
     collector: OutputCollector  # set when the request is submitted
     is_admitted = False  # whether the engine took the request while nothing made it refuse requests
@@ -47,13 +47,13 @@ class Request:
         raise NotImplementedError
 
     def advance(self, scheduler: "Scheduler") -> None:
-        """Handle a step in which sequences of this request ended or paused."""
+        """React to a step in which sequences of this request ended or paused."""
 
     def deliver(self, seq: Sequence) -> None:
         """Put new tokens of `seq` into the collector. If the caller gets only the final output, do nothing."""
 
     def metrics(self) -> RequestMetrics:
-        """Return when the first answer was scheduled, the first token arrived, and the last answer ended."""
+        """Return the times of arrival, of the first scheduling, of the first token, and of the last answer's end."""
         arrival = time() - (perf_counter() - self.group[0].arrival)
         moments = []
         for event, pick in (("scheduled", min), ("first_token", min), ("finished", max)):
@@ -67,7 +67,7 @@ class Request:
 
 
 class CompletionRequest(Request):
-    """A prompt with `n` independent answers."""
+    """A request for `n` independent answers to a prompt."""
 
     def __init__(
         self, group: list[Sequence], prompt: str | None, kind: OutputKind, token_bytes: TokenBytes, index: int = 0
@@ -115,6 +115,9 @@ class CompletionRequest(Request):
 
     @staticmethod
     def num_hidden(seq: Sequence) -> int:
-        """Return how many last tokens are not in the text: 1 if an end-of-sequence or stop id ended `seq`, else 0."""
+        """Return how many tokens at the end are not in the text.
+
+        If an end-of-sequence or stop id ended `seq`, the number is 1, else 0.
+        """
         ended_by_id = seq.finish_reason == "stop" and not isinstance(seq.stop_reason, str)
         return int(ended_by_id and not seq.params.include_stop_str_in_output)

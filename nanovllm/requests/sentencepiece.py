@@ -1,4 +1,4 @@
-"""The bytes of SentencePiece tokens."""
+"""Converts SentencePiece tokens to bytes."""
 
 import re
 from collections.abc import Callable
@@ -8,7 +8,7 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 def check_decoder(decoder: object, decode: Callable[[list[str]], str]) -> None:
-    """Raise ValueError unless `decode`, a method of `decoder`, treats spaces as SentencePiece does."""
+    """Raise ValueError if `decode`, a method of `decoder`, does not treat spaces as SentencePiece does."""
     if decode(["a", _SPACE + "b"]) != "a b":
         kind = type(decoder).__name__
         raise ValueError(f"tokenizer: its decoder is {kind!r}; must be 'ByteLevel', or one for SentencePiece")

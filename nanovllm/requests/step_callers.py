@@ -1,4 +1,4 @@
-"""Supports callers that use `add_request` and `step`, and so run the loop themselves."""
+"""Supports callers that run the engine's loop themselves with `add_request` and `step`."""
 
 import threading
 
@@ -10,7 +10,7 @@ from nanovllm.engine.outputs import OutputKind
 class StepCallers:
     """Manages one collector for each thread that adds requests.
 
-    A call of `step` returns the outputs of requests that were added in the calling thread.
+    A call of `step` returns the outputs of requests that the calling thread has added.
     """
 
     def __init__(self, engine_thread: EngineThread):

@@ -7,11 +7,11 @@ from nanovllm.engine.outputs import Logprob, Record
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StreamEvent(Record):
-    """The next piece of an answer. Only the last event of an answer has a `finish_reason`.
+    """Contains the next piece of an answer. Only the last event of an answer has a `finish_reason`.
 
     index: the prompt's position in the caller's list.
-    output_index: the answer's index among the `n` answers to its prompt.
-    text: the new text. If its end might begin a stop string, this end is held back for a later event.
+    output_index: the answer's index among the `n` answers to the prompt.
+    text: the new text. If the end of the text might begin a stop string, the end is held back for a later event.
     token_ids: the new tokens, whose text might be in a later event.
     logprobs: the log-probabilities of `token_ids`, or None if the request does not ask for them.
     """

@@ -1,4 +1,4 @@
-"""Requests whose answers reach the caller piece by piece."""
+"""Defines requests whose answers reach the caller piece by piece."""
 
 from typing import Any
 

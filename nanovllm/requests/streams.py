@@ -1,4 +1,4 @@
-"""The loop of `LLMEngine.stream`."""
+"""Implements the loop of `LLMEngine.stream`."""
 
 from collections.abc import Iterator
 

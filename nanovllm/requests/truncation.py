@@ -19,14 +19,16 @@ def cut_prompt(
     adds_special: bool | None = None,
     max_kept: int | None = None,
 ) -> TokensPrompt:
-    """Tokenize a prompt, and cut the prompt to `num_kept` tokens if it has more.
+    """Tokenize a prompt. If the prompt has more than `num_kept` tokens, cut it to `num_kept` tokens.
 
-    num_kept: the number of tokens; -1 means `max_kept`.
-    side: the end that is cut off. Special tokens that the tokenizer adds around a text are kept, as in transformers.
-    adds_special: whether to add special tokens to a text. By default, they are added, unless a chat template made it.
-    max_kept: the limit of `num_kept`; by default the most tokens that a prompt may have.
+    num_kept: the maximum number of tokens to keep. -1 means `max_kept`.
+    side: the side on which tokens are cut off. Special tokens that the tokenizer adds around a text are kept, as in
+        transformers.
+    adds_special: whether to add special tokens to a text. By default, special tokens are added to all texts except the
+        texts that a chat template has made.
+    max_kept: the limit of `num_kept`. The default is the maximum number of tokens of a prompt.
 
-    Raises the errors of `InputProcessor.tokenize`, and ValueError for a `num_kept` out of bounds.
+    Raises the errors of `InputProcessor.tokenize`. Raises ValueError if `num_kept` is out of bounds.
     """
     max_kept = processor.max_prompt_tokens if max_kept is None else max_kept
     num_kept = check_num_kept(num_kept, max_kept)
@@ -47,7 +49,7 @@ def cut_prompt(
 def check_num_kept(num_kept: int, max_kept: int) -> int:
     """Return the number of tokens to which `truncate_prompt_tokens` cuts a prompt. -1 means `max_kept`.
 
-    Raises TypeError or ValueError unless the value is an integer from -1 to `max_kept`.
+    Raises TypeError or ValueError if `num_kept` is not an integer from -1 to `max_kept`.
     """
     num_kept = check_int("truncate_prompt_tokens", num_kept, low=-1, high=max_kept)
     return max_kept if num_kept == -1 else num_kept
@@ -63,7 +65,10 @@ def special_ends(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def first_tokens(text: str, num_tokens: int, processor: "InputProcessor") -> str:
-    """Return the beginning of a text that has at most `num_tokens` tokens, at least one, without special tokens."""
+    """Return a beginning of `text` with at most `num_tokens` tokens, not counting special tokens.
+
+    `num_tokens` must be at least 1.
+    """
     if len(processor.encode(text, add_special_tokens=False, is_cut=True)) <= num_tokens:
         return text
     with processor.tokenizer_lock:

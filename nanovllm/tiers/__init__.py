@@ -1,1 +1,1 @@
-"""Tiers of the prefix cache that are outside the device, such as host memory."""
+"""Contains the tiers of the prefix cache that are outside the device, such as host memory."""

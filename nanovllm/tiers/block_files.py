@@ -20,22 +20,22 @@ MAX_WRITE_SECONDS = 600
 
 
 class DamagedFileError(OSError):
-    """A file is incomplete, was changed, or stores another block."""
+    """The file of a block is incomplete, was changed, or stores another block."""
 
 
 class BlockFiles:
-    """Stores each block in a separate file. Deletes the least recently used files.
+    """Stores each block in a separate file. If files take too much space, deletes the least recently used ones.
 
-    The name of a file is the hash of the block. A file contains a header, the token ids, and rows of bytes. The tier in
-    host memory stores a block in the same rows. The rows of rank 0 come first. Any thread may call `read` and `write`.
+    The name of a file is the hash of the block. A file contains a header, the token ids, and the rows of bytes in which
+    the tier in host memory stores the block. The rows of rank 0 come first. Any thread may call `read` and `write`.
     Only the engine's thread may call the other methods. Several engines may use the same folder. If one engine deletes
-    a file, the other engines can't read it, and compute the block again.
+    a file, the other engines compute the block again.
     """
 
     def __init__(self, folder: Path, max_bytes: int):
         """`max_bytes` limits the total size of the files.
 
-        Files of earlier engines are used. The total includes these files.
+        Files that earlier engines have written are used, and count towards `max_bytes`.
         """
         self.folder, self.max_bytes = folder, max_bytes
         for file in folder.glob("*.tmp"):  # an engine may have ended early, or may write this file now
@@ -57,13 +57,16 @@ class BlockFiles:
         return block_hash in self._sizes
 
     def add(self, block_hash: int, num_bytes: int) -> None:
-        """Add the size of a file that `write` has written. If all files together are too large, delete other files."""
+        """Add the size of a file that `write` has written.
+
+        If all files together exceed the limit, delete other files.
+        """
         self._num_bytes += num_bytes - self._sizes.pop(block_hash, 0)
         self._sizes[block_hash] = num_bytes
         self._delete_oldest()
 
     def touch(self, block_hash: int) -> None:
-        """Mark a block as the most recently used one. Later engines also see the mark."""
+        """Mark a block as the most recently used one, also for engines that start later."""
         self._sizes.move_to_end(block_hash)
         with suppress(OSError):
             os.utime(self._path(block_hash))
@@ -76,7 +79,8 @@ class BlockFiles:
     def write(self, block_hash: int, token_ids: list[int], rows: list[np.ndarray]) -> int:
         """Write a file, and return its size in bytes. Raises OSError.
 
-        The file gets its name when it is complete. If the process ends early, no incomplete file has the name.
+        The file gets its name only when it is complete. If the process ends early, no incomplete file has the name of a
+        block.
         """
         parts = [packed_ids(token_ids), *rows]
         checksum = _checksum(parts)
@@ -95,8 +99,8 @@ class BlockFiles:
     def read(self, block_hash: int, token_ids: list[int], rows: list[np.ndarray]) -> None:
         """Read a file into `rows`.
 
-        Raises DamagedFileError, or another OSError if the file can't be read. After an error, the contents of `rows`
-        are undefined.
+        Raises DamagedFileError if the file is damaged, and another OSError if the file can't be read. After an error,
+        the contents of `rows` are undefined.
         """
         path, expected_ids = self._path(block_hash), packed_ids(token_ids)
         with path.open("rb", buffering=0) as file:

@@ -1,4 +1,4 @@
-"""Implements the tier of the prefix cache on disk. The setting `swap_dir` is its folder."""
+"""Implements the tier of the prefix cache on disk. The setting `swap_dir` is the folder of the files."""
 
 import json
 import logging
@@ -41,7 +41,7 @@ SAMPLE_BYTES = 2**20
 
 @dataclass(slots=True)
 class Write:
-    """A block that will be written to a file after its copy to host memory has ended."""
+    """Describes a block that will be written to a file when the copy to host memory has ended."""
 
     entry: Entry
     is_copied: Callable[[], bool]
@@ -50,7 +50,7 @@ class Write:
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """The blocks of one call of `get`. Some of these blocks are read from files."""
+    """Describes the blocks of one call of `get`, some of which are read from files."""
 
     blocks: list[CachedBlock]
     kept: list[Entry]  # entries of the other blocks, which must stay in host memory
@@ -63,13 +63,13 @@ class Read:
 class DiskTier(HostTier):
     """Extends HostTier. Writes blocks in host memory to files, and reads other blocks from files.
 
-    Threads read and write the files while steps run. A block is written after it was copied to host memory. A block
-    from a file is read into host memory, and is copied from there to the device. Host memory keeps the rows of a block
-    until threads no longer use them. The threads of rank 0 use the rows of all ranks.
+    Threads read and write the files while steps run. A block is first copied to host memory, and then written to a
+    file. A file is first read into host memory, and then copied to the device. The rows of a block stay in host memory
+    until no thread uses them. The threads of rank 0 read and write the rows of all ranks.
 
-    The hashes of blocks depend on a random number. The number is stored in the folder, so that a later engine with the
-    same weights computes equal hashes. If the prefix cache is cleared, the weights may have changed. The engine then
-    does not use the folder any more. The files do not change.
+    The hashes of blocks depend on a random number. The random number is stored in the folder, so that a later engine
+    with the same weights computes equal hashes. After the prefix cache was cleared, the engine does not use the folder
+    any more, because the weights may have changed. Clearing the prefix cache does not change the files.
     """
 
     def __init__(self, engine: Engine, num_rows: int):
@@ -126,11 +126,11 @@ class DiskTier(HostTier):
         return super().usage() | {"disk_blocks": self._engine.scheduler.totals["disk_blocks"], "disk_files": num_files}
 
     def save(self, contents: Iterable[CachedBlock]) -> None:
-        """Write blocks to files, for at most EXIT_SECONDS. These blocks are on the device or in host memory.
+        """Write the blocks on the device and in host memory to files, for at most EXIT_SECONDS.
 
         Raises RuntimeError if another rank is lost.
 
-        `contents` begins with the most recent blocks. They are written first.
+        `contents` begins with the most recent blocks, which are written first.
         """
         end = monotonic() + EXIT_SECONDS
         if self._files is not None:
@@ -150,7 +150,7 @@ class DiskTier(HostTier):
                 logger.warning("swap_dir: not all cache blocks could be written in %g seconds", EXIT_SECONDS)
 
     def close(self) -> None:
-        """End the threads when they have done all work. Afterwards, the tier does not use files."""
+        """End the threads when they have done all work. After `close`, the tier does not use files."""
         self._threads.close()
         self._files = None
 
@@ -167,9 +167,9 @@ class DiskTier(HostTier):
         return self._runner.host_blocks.end_of_copies(self._num_copies)
 
     def _begin_writes(self, hashes: list[int]) -> None:
-        """Queue blocks that will be written to files. They have these `hashes`. Blocks that have files are left out.
+        """Queue the blocks with these `hashes`, which will be written to files.
 
-        Queued blocks hold at most half of the rows in host memory.
+        Leave out blocks that already have a file. The queued blocks take at most half of the rows in host memory.
         """
         if self._files is None or not hashes:
             return
@@ -191,9 +191,10 @@ class DiskTier(HostTier):
             self._advance()
 
     def _is_worth_reading(self) -> bool:
-        """Return whether a block is read from a file in at most the time that computing the block takes.
+        """Return whether reading a block from a file takes at most as long as computing it.
 
-        Reads are measured while the engine runs. If the time to compute a token was not measured, return True.
+        The time of reads is measured while the engine runs. If the time to compute a token was not measured, return
+        True.
         """
         ms_per_token = self._runner.measured_ms_per_token
         if ms_per_token is None or monotonic() > self._measured_at + RETRY_SECONDS:
@@ -242,13 +243,16 @@ class DiskTier(HostTier):
         self._engine.scheduler.totals["disk_blocks"] += len(futures)
 
     def _release(self, read: Read) -> None:
-        """Free the rows of `read.entries`. These rows' blocks are not used. `read.kept` may leave host memory again."""
+        """Free the rows of `read.entries`, whose blocks are not used.
+
+        Allow the entries in `read.kept` to leave host memory.
+        """
         for entry in read.kept:
             entry.num_reads -= 1
         self._free_rows += [row for entry in read.entries.values() for row in entry.rows]
 
     def _advance(self) -> None:
-        """Begin to write blocks whose copies have ended. Add the sizes of files that were written."""
+        """Begin to write blocks whose copies to host memory have ended. Add the sizes of files that were written."""
         if (files := self._files) is None:
             return
         for block_hash, write in [*self._writes.items()]:
@@ -265,7 +269,7 @@ class DiskTier(HostTier):
                     report_loss(self._engine.scheduler.totals, problem)
 
     def _rows(self, entry: Entry) -> list[np.ndarray]:
-        """Return an entry's rows on all ranks. The rows of rank 0 come first."""
+        """Return the rows of an entry on all ranks, beginning with rank 0."""
         rows_of_ranks = self._runner.host_blocks.rows_of_ranks.numpy()
         return [rows[row] for rows in rows_of_ranks for row in entry.rows]
 
@@ -303,9 +307,9 @@ def use_disk_tier(engine: Engine) -> None:
 
 
 def fingerprint(config: "Config", runner: "ModelRunner") -> str:
-    """Return a hash of the weights and of the way in which blocks store tokens. A block's contents depend on both.
+    """Return a hash of the weights and of the layout of blocks, because the contents of a block depend on both.
 
-    The hash includes the names, sizes and modification times of the weight files, and some of their bytes.
+    The hash covers the names, sizes and modification times of the weight files, and some bytes of each file.
     """
     folders, drafting = [Path(config.model).resolve()], config.speculative_config
     if drafting is not None and drafting.model is not None:
@@ -333,7 +337,10 @@ def _described(file: Path) -> list:
 
 
 def _stored_salt(file: Path) -> int:
-    """Return the number in a file. If the file is missing or stays incomplete, write a random number first."""
+    """Return the random number in a file.
+
+    If the file is missing or stays incomplete, write a new random number first.
+    """
     try:
         with suppress(FileExistsError), file.open("xb") as new:
             new.write(secrets.token_bytes(SALT_BYTES))
@@ -349,7 +356,7 @@ def _stored_salt(file: Path) -> int:
 
 
 def _save(engine: Engine, tier: DiskTier) -> None:
-    """Write the blocks that the prefix cache contains to files."""
+    """Write the blocks of the prefix cache to files."""
     try:
         if engine.model_runner is not None:
             blocks = engine.scheduler.block_manager

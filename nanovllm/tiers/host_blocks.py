@@ -1,4 +1,4 @@
-"""Stores a rank's part of the blocks in host memory. Copies blocks between host memory and the rank's device."""
+"""Stores a rank's part of each block in host memory. Copies blocks between host memory and the rank's device."""
 
 import mmap
 from collections.abc import Callable, Iterator
@@ -38,13 +38,16 @@ class _Side(Structure):
 
 
 class Memcpy2D(Structure):
-    """The driver's CUDA_MEMCPY2D: `height` rows of `width` bytes. The starts of rows are `pitch` bytes apart."""
+    """Describes a copy for the CUDA driver (CUDA_MEMCPY2D): `height` rows of `width` bytes.
+
+    The starts of rows are `pitch` bytes apart.
+    """
 
     _fields_ = [("source", _Side), ("target", _Side), ("width", c_size_t), ("height", c_size_t)]
 
     @classmethod
     def of(cls, target: torch.Tensor, source: torch.Tensor) -> "Memcpy2D":
-        """Describe a copy between two parts of the same shape. A part's layers must be the same distance apart."""
+        """Describe a copy between two parts of the same shape. In each part, layers must be at equal distances."""
         height = 1 if source.dim() == 1 else source.shape[0] * source.shape[1]
         return cls(_Side.of(source, height), _Side.of(target, height), source.nbytes // height, height)
 
@@ -52,13 +55,16 @@ class Memcpy2D(Structure):
 class HostBlocks:
     """Stores each block in one row of bytes. A row contains token ids, and the keys and values of all layers.
 
-    A state is larger than a block, and takes several rows. On a CPU, copies end immediately. Each column of `copies`
-    [2, C] is a pair: the id of a block or state, and a row. The pairs of a state are adjacent. A call of `put` or `get`
-    is identified by a `number`.
+    A recurrent state is larger than a block, and takes several rows. On a CPU, copies end immediately. Each column of
+    `copies` [2, C] is a pair: the id of a block or state, and a row. The pairs of a state are adjacent. Each call of
+    `put` or `get` has a `number`.
     """
 
     def __init__(self, runner: "ModelRunner", num_rows: int, shared: SharedRows | None = None):
-        """Use the memory `shared`, or allocate memory. Raises RuntimeError if there is too little memory."""
+        """Use the memory `shared`, or allocate memory if it is None.
+
+        Raises RuntimeError if there is too little memory.
+        """
         self.shared = shared
         if shared is None:
             self.rows = torch.empty((num_rows, row_bytes(runner)), dtype=torch.uint8, device="cpu")
@@ -81,16 +87,16 @@ class HostBlocks:
         self._report(runner, number)
 
     def num_rows_of(self, runner: "ModelRunner", block_id: int) -> int:
-        """Return how many rows a block or a state takes."""
+        """Return how many rows a block or a recurrent state takes."""
         return len(rows_of(runner, block_id))
 
     def has_ended(self, number: int) -> bool:
         return True
 
     def end_of_copies(self, num_copies: int) -> Callable[[], bool]:
-        """Return a function that tells whether all ranks have made the first `num_copies` copies.
+        """Return a function that tells whether all ranks have completed the first `num_copies` copies.
 
-        If there is one rank, the function ignores copies to the device. See `has_ended` for these copies.
+        If there is one rank, the function ignores copies to the device, which `has_ended` checks.
         """
         return (lambda: True) if self.shared is None else partial(self.shared.have_ended, num_copies)
 
@@ -101,12 +107,12 @@ class HostBlocks:
         target.copy_(source)
 
     def _report(self, runner: "ModelRunner", number: int) -> None:
-        """If rank 0 uses this rank's rows, let it know when this copy and all earlier copies have ended."""
+        """If rank 0 uses this rank's rows, tell rank 0 when this copy and all earlier copies have ended."""
         if self.shared is not None:
             self.shared.report(number + 1, runner.device)
 
     def _parts(self, runner: "ModelRunner", copies: np.ndarray) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield two views of each part of a block or state in `copies`: one on the device, one in host memory."""
+        """For each part of a block or state in `copies`, yield a view on the device and a view in host memory."""
         for block_id, pairs in groupby(copies.T.tolist(), key=lambda pair: pair[0]):
             for parts, (_, row) in zip(rows_of(runner, block_id), pairs, strict=True):
                 end = 0
@@ -117,7 +123,7 @@ class HostBlocks:
 
 
 class PinnedBlocks(HostBlocks):
-    """Stores blocks in pinned memory. Two streams copy while steps run, one in each direction."""
+    """Stores blocks in pinned memory. Two CUDA streams, one for each direction, copy blocks while steps run."""
 
     def __init__(self, runner: "ModelRunner", num_rows: int, shared: SharedRows | None = None):
         self.shared, num_bytes = shared, num_rows * row_bytes(runner)
@@ -154,7 +160,7 @@ class PinnedBlocks(HostBlocks):
                 torch.cuda.current_stream().wait_event(event)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy a part of a block with a copy engine of the GPU. All multiprocessors are then free for steps.
+        """Copy a part of a block with a copy engine of the GPU, which leaves all multiprocessors to the steps.
 
         `copy_` would also run a kernel that gathers or scatters the layers on the device.
         """
@@ -179,10 +185,10 @@ class PinnedBlocks(HostBlocks):
 
 
 class HostCall(NamedTuple):
-    """A call that every rank makes. Rank 0 sends it as a message, between two steps.
+    """Describes a call of a method that every rank makes. Rank 0 sends the HostCall as a message, between two steps.
 
-    The words of "allocate" are the `pid` and `fd` of SharedRows. If each rank allocates its own memory, there are no
-    words.
+    The action "allocate" sends the `pid` and `fd` of SharedRows as `words`. If each rank allocates its own memory,
+    `words` is empty.
     """
 
     action: str  # "allocate", or a method of HostBlocks
@@ -212,7 +218,7 @@ def allocate(num_bytes: int) -> torch.Tensor:
 
 
 def _unpin(memory: torch.Tensor, address: c_void_p, device: torch.device) -> None:
-    """Unpin `memory`. The argument keeps the tensor alive until this call."""
+    """Unpin `memory`. The argument keeps the tensor alive until `_unpin` is called."""
     torch.cuda.synchronize(device)
     call_driver("cuMemHostUnregister", address)
 
@@ -224,9 +230,11 @@ def row_bytes(runner: "ModelRunner") -> int:
 
 
 def rows_of(runner: "ModelRunner", block_id: int) -> list[list[torch.Tensor]]:
-    """Return a list of parts for each row. The parts are views of all that this rank stores for a block or a state.
+    """Return a list of parts for each row of host memory that a block or a state takes.
 
-    The parts of a state are viewed as [1, layers, N]. The parts are cut along N into pieces that fit into rows.
+    The parts are views of what this rank's device stores for the block or state.
+
+    The parts of a recurrent state have the shape [1, layers, N], and are cut along N into pieces that fit into rows.
     """
     parts = block_parts(runner._cached_token_ids, runner.caches, block_id)
     if block_id < len(runner._cached_token_ids):

@@ -1,4 +1,4 @@
-"""Implements the tier of the prefix cache in host memory. The setting `swap_space` is its size."""
+"""Implements the tier of the prefix cache in host memory. The setting `swap_space` is the tier's size."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -22,7 +22,7 @@ T = TypeVar("T", bound="HostTier")
 
 @dataclass(slots=True)
 class Entry:
-    """Stored contents. If `num_reads` is not 0, copies are reading the rows, so they must not be overwritten."""
+    """Describes stored contents. If `num_reads` is not 0, the rows are being read, and must not be overwritten."""
 
     token_ids: list[int]
     rows: list[int]
@@ -30,11 +30,11 @@ class Entry:
 
 
 class HostTier(Connector):
-    """Stores blocks in the host's memory. Drops the least recently used blocks.
+    """Stores blocks in the host's memory. If the memory is full, drops the least recently used blocks.
 
-    Each rank stores its part of a block in the same row. A state takes several rows. Rank 0 chooses the rows. Rank 0
-    sends descriptions of copies to the other ranks, in the order of the steps. The steps of a rank wait only for the
-    copies of this rank.
+    Each rank stores its part of a block in the same row. A recurrent state takes several rows. Rank 0 chooses the rows.
+    Rank 0 sends descriptions of copies to the other ranks, in the order of the steps. The steps of a rank wait only for
+    the copies of this rank.
     """
 
     def __init__(self, engine: Engine, num_rows: int):
@@ -102,14 +102,15 @@ class HostTier(Connector):
         self._call("allocate", self._num_rows, np.empty(0, np.int32))
 
     def _ids_of_rows(self, block: CachedBlock) -> list[int]:
-        """Return the id of the block or state that each row of `block` stores."""
+        """For each row of `block`, return the id of the block or state that the row stores."""
         num_rows_of = self._runner.host_blocks.num_rows_of
         return [i for i in block.block_ids for _ in range(num_rows_of(self._runner, i))]
 
     def _pop_rows(self, num_rows: int) -> list[int]:
-        """Return free rows. If there are too few, drop the least recently used entries, except those that copies read.
+        """Return free rows.
 
-        If this would not be enough, drop nothing, and return an empty list.
+        If too few rows are free, drop the least recently used entries, except entries that are being read. If dropping
+        entries can't free enough rows, drop nothing, and return an empty list.
         """
         dropped, num_missing = [], num_rows - len(self._free_rows)
         for block_hash, entry in self._entries.items():

@@ -1,4 +1,4 @@
-"""Host memory that all ranks map. Rank 0 can then write the rows of every rank to files."""
+"""Implements host memory that all ranks map, so that rank 0 can write the rows of every rank to files."""
 
 import mmap
 
@@ -10,18 +10,18 @@ COUNTER_BYTES = 4  # few enough that a copy writes them at once
 
 
 class SharedRows:
-    """The rows of all ranks. Also contains the number of copies that each rank has made.
+    """Holds the rows of all ranks, and the number of copies that each rank has completed.
 
-    The memory is an unnamed file. Rank 0 creates it, and the other ranks open it through /proc. The file needs no space
-    in /dev/shm, and is gone when the processes end. Each rank has a part of the file. The part contains the rank's rows
-    and, at the end of the last page, a counter.
+    The memory is an unnamed file. Rank 0 creates the file, and the other ranks open it through /proc. The file needs no
+    space in /dev/shm, and is gone when the processes end. Each rank's part of the file contains the rank's rows and, at
+    the end of the last page, a counter of copies.
 
     part: the part of this rank, [bytes] uint8.
     rows: the rows of all ranks, [ranks, rows, bytes] uint8.
     """
 
     def __init__(self, tp: TensorParallel, num_rows: int, row_bytes: int, pid: int, fd: int):
-        """Map the file that process `pid` has opened as `fd`. Raises OSError if this is impossible."""
+        """Map the file that process `pid` has opened as `fd`. Raises OSError if the file can't be mapped."""
         num_bytes = num_rows * row_bytes
         part_bytes = -(-(num_bytes + COUNTER_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
         with open(f"/proc/{pid}/fd/{fd}", "r+b", buffering=0) as file:
@@ -34,9 +34,9 @@ class SharedRows:
         self._counter = self._counters[tp.rank]
 
     def report(self, num_copies: int, device: torch.device) -> None:
-        """Set this rank's counter. On CUDA, the current stream sets the counter after its earlier work."""
+        """Set this rank's counter of copies. On CUDA, the current stream sets the counter after its earlier work."""
         self._counter.copy_(torch.full((), num_copies, dtype=torch.int32, device=device), non_blocking=True)
 
     def have_ended(self, num_copies: int) -> bool:
-        """Return whether every rank has made its first `num_copies` copies."""
+        """Return whether every rank has completed its first `num_copies` copies."""
         return min(self._counters.tolist()) >= num_copies

@@ -30,16 +30,17 @@ IDLE_SECONDS = 0.0005  # between two checks whether a load has ended, if no sequ
 
 
 def report_loss(totals: Counter[str], problem: str) -> None:
-    """Count a failed copy. Log a warning only for the first one, because there may be many."""
+    """Count a failed copy. Log a warning only for the first failed copy, because many may fail."""
     logger.log(logging.DEBUG if totals["lost_copies"] else logging.WARNING, problem)
     totals["lost_copies"] += 1
 
 
 class Load:
-    """Contents that are being copied from the store to the device.
+    """Describes contents that are being copied from the store to the device.
 
-    held: the arriving blocks and the cached blocks of the same prefix. These blocks are in use until the load ends.
-    contents: what arrives. The list is empty if the prefix cache was cleared or the load failed.
+    held: the arriving blocks and the cached blocks of the same prefix. No held block can be evicted until the load
+        ends.
+    contents: the contents that arrive. The list is empty if the prefix cache was cleared or the load failed.
     num_reserved: how many more blocks the sequence needs when it is admitted.
     """
 
@@ -51,19 +52,19 @@ class Load:
 
 
 class TieredBlockManager(BlockManager):
-    """Copies blocks to a store before they are evicted. Loads blocks when a waiting sequence begins with them.
+    """Copies blocks to a store before they are evicted, and loads stored blocks for waiting sequences.
 
-    These methods replace methods of an engine's block manager. Some managers store more than the blocks of
-    `Sequence.block_table`. Subclasses handle the additional contents.
+    The methods of this class replace methods of an engine's block manager. Some block managers store more than the
+    blocks of `Sequence.block_table`. Subclasses of TieredBlockManager handle the additional contents.
 
-    **Out.** At the start of each step, blocks are stored that will soon be evicted. A copy has usually ended long
+    **Out.** At the start of each step, the blocks that will soon be evicted are stored. A copy has usually ended long
     before its block is evicted, so the device does not wait. If a step evicts a block whose copy has not ended, the
     step waits for the copy.
 
-    **In.** If the store has blocks of a waiting sequence, the sequence keeps waiting while `fetch` loads these blocks
-    into free blocks. Meanwhile, other sequences run, and may overtake the waiting sequence. After the load, the loaded
-    blocks are the most recently used cached blocks, and the sequence is admitted with a prefix hit. If the sequence
-    does not fit at this time, the loaded blocks may be evicted. The sequence does not load blocks a second time, so no
+    **In.** If the store has blocks of a waiting sequence, the sequence keeps waiting while `fetch` loads them into free
+    blocks of the device. During the load, other sequences run, and may overtake the waiting sequence. After the load,
+    the loaded blocks are the most recently used cached blocks, and the sequence is admitted with a prefix hit. If the
+    sequence does not fit when the load ends, the loaded blocks may be evicted. A sequence loads blocks only once, so no
     sequence waits forever.
     """
 
@@ -139,7 +140,7 @@ class TieredBlockManager(BlockManager):
             load.contents = []
 
     def store_all(self) -> None:
-        """Store what the device's prefix cache contains. The most recently used blocks are stored last."""
+        """Store the contents of the device's prefix cache. The most recently used blocks are stored last."""
         place = {block_id: i for i, block_id in enumerate(self.free_block_ids)}
         found = [(self.hash_to_block_id[max(x.block_hash, ~x.block_hash)], x) for x in self.contents()]
         contents = iter([x for _, x in sorted(found, key=lambda pair: place.get(pair[0], len(place)))])
@@ -156,9 +157,9 @@ class TieredBlockManager(BlockManager):
                     yield CachedBlock(key, token_ids, block_ids)
 
     def fetch(self, seq: Sequence, num_spare: int) -> Load | None:
-        """Return the load for which `seq` must wait, or None. If `seq` fits and has stored blocks, begin to load them.
+        """Return the load that `seq` must wait for, or None.
 
-        `num_spare` blocks must stay free.
+        If `seq` fits and has stored blocks, begin to load the blocks. `num_spare` blocks must stay free.
         """
         has_token_in_flight = len(seq.token_ids) < seq.num_tokens
         if seq in self._loaded or seq.skips_prefix_hits or has_token_in_flight:
@@ -186,7 +187,7 @@ class TieredBlockManager(BlockManager):
         return None if load.has_ended else load
 
     def _longest_prefix(self, seq: Sequence) -> list[Key]:
-        """Find the longest prefix of `seq` that is on the device or in the store. Return the keys of its contents."""
+        """Find the longest prefix of `seq` that the device or the store has, and return the keys of its contents."""
         keys = self._known_blocks(seq)
         end = last = len(keys)
         while last > self._first_needed(end):  # look for the second contents of the blocks that end before `end`
@@ -196,7 +197,7 @@ class TieredBlockManager(BlockManager):
         return keys[:end] + [(~block_hash, token_ids) for block_hash, token_ids in keys[self._first_needed(end) : end]]
 
     def _known_blocks(self, seq: Sequence) -> list[Key]:
-        """Return the keys of the first blocks of `seq`, as far as they are on the device or in the store."""
+        """Return the keys of the first blocks of `seq`, up to a block that neither the device nor the store has."""
         keys: list[Key] = []
         for i in range((len(seq.token_ids) - 1) // self.block_size):
             self._extend_hashes(seq, i + 1)
@@ -259,13 +260,13 @@ class TieredBlockManager(BlockManager):
         load.has_ended = True
 
     def _flush(self) -> None:
-        """Store the evicted blocks, before a step overwrites them."""
+        """Store the evicted blocks before a step overwrites them."""
         if self._evicted:
             evicted, self._evicted = self._evicted, []
             self._put_at_once(evicted)
 
     def _put_at_once(self, contents: list[CachedBlock]) -> None:
-        """Store contents. Later steps may overwrite the blocks, so they wait for the copies."""
+        """Store contents. Later steps wait for the copies, because steps may overwrite the blocks."""
         self._put(contents)
         self.connector.order_steps([block_id for content in contents for block_id in content.block_ids])
 
@@ -281,11 +282,14 @@ class TieredBlockManager(BlockManager):
     # -- what a subclass adds to ---------------------------------------------------------------------------------------
 
     def _first_needed(self, num_blocks: int) -> int:
-        """Return the index of the first block that needs second contents (hash `~h`), in a prefix of `num_blocks`."""
+        """Return the index of the first block that needs second contents (hash `~h`).
+
+        The prefix has `num_blocks` blocks.
+        """
         return num_blocks
 
     def _ids_on_device(self, block_hash: int, token_ids: list[int]) -> tuple[int, ...] | None:
-        """Return the ids of the device's blocks or state with these contents, or None if there are none."""
+        """Return the ids of the device's blocks or state with the given contents, or None if the device lacks them."""
         block_id = self.hash_to_block_id.get(block_hash)
         return None if block_id is None or self.blocks[block_id].token_ids != token_ids else (block_id,)
 
@@ -294,7 +298,7 @@ class TieredBlockManager(BlockManager):
         return [CachedBlock(block.hash, block.token_ids, (block.block_id,))]
 
     def _next_evicted(self) -> Iterator[CachedBlock]:
-        """Yield the contents that will be evicted next. If contents are known to be stored, they are left out."""
+        """Yield the contents that will be evicted next. Leave out contents that are known to be stored."""
         for block_id in islice(self.free_block_ids, NUM_AHEAD):
             if block_id not in self._stored and self.blocks[block_id].hash != -1:
                 yield from self._leaving(self.blocks[block_id])
@@ -308,19 +312,19 @@ class TieredBlockManager(BlockManager):
         return num_blocks
 
     def _allocate_for(self, block_hash: int) -> tuple[int, ...]:
-        """Allocate blocks or a state for contents with this hash, and return the ids."""
+        """Allocate blocks or a state for contents with this hash, and return the ids of the blocks or the state."""
         return (self._allocate_block(),)
 
     def _insert(self, content: CachedBlock) -> bool:
-        """Put loaded contents into the prefix cache. Return False if the cache can't use them."""
+        """Put loaded contents into the prefix cache. Return False if the prefix cache can't use the contents."""
         self.insert(self.blocks[content.block_ids[0]], content.block_hash, content.token_ids)
         return True
 
 
 class TieredStates(TieredBlockManager, StateBlockManager):
-    """Extends TieredBlockManager. Also stores and loads snapshots of states.
+    """Extends TieredBlockManager: also stores and loads snapshots of recurrent states.
 
-    A snapshot is stored when its block is evicted, or when its row is needed for another state.
+    A snapshot is stored when its block is evicted, or when another state needs the snapshot's row.
     """
 
     def drop_snapshot(self, block_id: int, row: int) -> None:
@@ -331,7 +335,10 @@ class TieredStates(TieredBlockManager, StateBlockManager):
         super().drop_snapshot(block_id, row)
 
     def _snapshot(self, block_id: int, row: int) -> list[CachedBlock]:
-        """Return the snapshot at the end of a block in a list, which is empty if no launched step has written it."""
+        """Return a list with the snapshot at the end of a block.
+
+        If no launched step has written the snapshot, the list is empty.
+        """
         block, state_id = self.blocks[block_id], self.num_blocks + row
         return [] if state_id in self._in_copies else [CachedBlock(~block.hash, block.token_ids, (state_id,))]
 
@@ -357,7 +364,7 @@ class TieredStates(TieredBlockManager, StateBlockManager):
         return self._row_for_load() is not None and super()._can_load(seq, num_spare, prefix)
 
     def _row_for_load(self) -> int | None:
-        """Of all rows that may be overwritten before the next step, return the row that is needed least."""
+        """Return the row that is needed least among the rows that may be overwritten before the next step."""
         rows, in_use = self.rows, {*self.rows.being_read, *(i - self.num_blocks for i in self._in_copies)}
         candidates = (*rows.free_others, *rows.free_indices, *self.snapshots.values())
         return next((row for row in candidates if row not in in_use), None)
@@ -388,13 +395,14 @@ class TieredStates(TieredBlockManager, StateBlockManager):
 
 
 class TieredWindows(TieredBlockManager, WindowBlockManager):
-    """Extends TieredBlockManager. Also stores and loads columns of the window tables.
+    """Extends TieredBlockManager: also stores and loads columns of the window tables.
 
-    The hash of a column is `~h`: see CachedBlock.
+    If a block has the hash `h`, its column has the hash `~h`: see CachedBlock.
 
     Most columns are freed when the window of a running sequence has passed them. Freed columns are not stored, because
-    few prompts could use them: those that differ from the sequence within the next few blocks. Columns are stored at
-    the end of a prompt, at the end of a sequence, and at the end of a prefix that a second prompt shares.
+    few prompts could use them. Only a prompt that differs from the sequence within the next few blocks could use a
+    freed column. Columns are stored at the end of a prompt, at the end of a sequence, and at the end of a prefix that a
+    second prompt shares.
     """
 
     def reset(self) -> None:
@@ -485,10 +493,10 @@ class TieredWindows(TieredBlockManager, WindowBlockManager):
 
 
 class TieredQueue(WaitingQueue):
-    """A waiting queue. The method `next_ready` begins loads. Sequences whose blocks are being loaded are skipped."""
+    """A waiting queue whose method `next_ready` begins loads, and skips sequences whose blocks are being loaded."""
 
     def __init__(self, scheduler: "Scheduler", make_queue: Callable[[], WaitingQueue]):
-        """`make_queue` makes the queue of the sequences that do not wait for a load."""
+        """`make_queue` makes a queue for the sequences that do not wait for a load."""
         self._scheduler, self._others = scheduler, make_queue()
         self._loading: dict[Sequence, Load] = {}
 
@@ -536,7 +544,7 @@ class TieredQueue(WaitingQueue):
 def use_connector(scheduler: "Scheduler", connector: Connector) -> None:
     """Add a second tier to an idle scheduler's prefix cache, and empty the prefix cache.
 
-    Raises ValueError if there is no prefix cache, or if it already has a second tier.
+    Raises ValueError if prefix caching is off, or if the prefix cache already has a second tier.
     """
     blocks: Any = scheduler.block_manager
     if not blocks.enable_prefix_caching:

@@ -1,1 +1,1 @@
-"""Images in prompts: the vision tower, its inputs, the positions of tokens, and cached blocks."""
+"""Supports images in prompts: contains the vision tower, and prepares its inputs, token positions and cached blocks."""

@@ -1,4 +1,4 @@
-"""Lets the prefix cache tell images apart. (The token ids of all images are equal.)"""
+"""Lets the prefix cache distinguish images, although all images have the same token ids."""
 
 from collections.abc import Callable
 
@@ -8,10 +8,10 @@ from nanovllm.vision.prompt_images import images_in
 
 
 class ImageBlocks(BlockManager):
-    """Replaces methods of an engine's block manager. The manager may have any class.
+    """Replaces methods of an engine's block manager, which may have any class.
 
-    A block's contents are its token ids, and the digests of images that have a token in the block. Hashes and
-    comparisons include the digests.
+    The contents of a block are its token ids, and the digests of images that have a token in the block. The digests are
+    part of the block's hash, and are compared like token ids.
     """
 
     forget_images: Callable[[], None]  # drops the embeddings of all images, because the weights may change

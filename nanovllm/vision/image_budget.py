@@ -1,7 +1,7 @@
-"""Limits the images that a step encodes. The tower delays all sequences that decode in the step.
+"""Limits the images that a step encodes, because the vision tower delays all sequences that decode in the step.
 
-The cost of an image is a number of tokens in the step's budget. The text model needs about as many operations for these
-tokens as the tower needs for the image.
+The cost of an image is a number of tokens of the step's budget. An image of cost n takes the vision tower about as many
+operations as n tokens take the text model.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from nanovllm.vision.prompt_images import PromptImage, images_in
 
 
 def cost_of_image(num_tokens: int, config: ModelConfig) -> int:
-    """Return the cost of an image with `num_tokens` tokens. The unit is a token of the step's budget."""
+    """Return the cost of an image with `num_tokens` tokens, in tokens of the step's budget."""
     operations = config.layer_operations * config.num_hidden_layers
     return -(-config.vision.operations(num_tokens) // operations)
 
@@ -25,7 +25,7 @@ class ImageScheduler(Scheduler):
     cost_of_image: Callable[[PromptImage], int]  # 0 if the image's embeddings are stored
 
     def chunk_end(self, budget: TokenBudget, seq: Sequence, others_wait: bool) -> int:
-        """Return the index where the chunk must end. The chunk and its images are then within the budget.
+        """Return the index where the chunk must end, so that the chunk and its images are within the budget.
 
         A chunk that begins with an image contains at least one token of the image, even if the image exceeds the
         budget.
@@ -49,6 +49,6 @@ class ImageScheduler(Scheduler):
         return left._replace(num_tokens=left.num_tokens - sum(self._new_images(seq, end).values()))
 
     def _new_images(self, seq: Sequence, end: int) -> dict[int, int]:
-        """Return the costs of new images in the chunk up to `end`, in a dict by the index of an image's first token."""
+        """Return the cost of each new image in the chunk up to `end`, by the index of the image's first token."""
         placed = images_in(seq, seq.num_computed_tokens, end)
         return {first: cost for image, first in placed if (cost := self.cost_of_image(image))}

@@ -1,4 +1,4 @@
-"""Tells all ranks which tokens of a step belong to images. Also tells them the positions of tokens."""
+"""Tells all ranks the positions of a step's tokens, and which tokens belong to images."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def has_images(step: ScheduledStep) -> bool:
-    """Return whether a chunk begins before the end of its prompt's last image.
+    """Return whether any chunk of the step begins before the end of the last image of its prompt.
 
     After the last image of a prompt, the three positions of a token are equal.
     """
@@ -24,19 +24,21 @@ def has_images(step: ScheduledStep) -> bool:
 
 
 class RequestImages(StepFeature):
-    """The feature's state for a sequence is the sequence's PromptImages. A sequence without images has no state.
+    """The state of this feature for a sequence is the sequence's PromptImages. A sequence without images has no state.
 
-    A VisionRunner uses this feature in all steps with chunks. A new sequence must replace the `delta` (see
-    PromptImages) that an earlier sequence with the same request index has left.
+    A VisionRunner uses this feature in all steps with chunks. Each new sequence sends its `delta` (see PromptImages),
+    because an earlier sequence with the same request index may have left another `delta`.
     """
 
     @classmethod
     def prepare(cls, step: ScheduledStep) -> Arrays | None:
-        """Return `req_indices` and `deltas` of the requests. If `has_images(step)` is True, also return:
+        """Return `req_indices` and `deltas` of the requests.
+
+        If `has_images(step)` is True, also return `positions` and `placed`.
 
         positions: the positions [3, T] of the chunks' tokens.
-        placed: [N, 7], a row for each part of an image: the first token's index in the step, the number of tokens, the
-            first token's index in the image, and the image's key.
+        placed: [N, 7], with one row for each part of an image. A row contains the first token's index in the step, the
+            number of tokens, the first token's index in the image, and the image's key.
         """
         if not (seqs := step.prompt_seqs):
             return None
@@ -66,7 +68,7 @@ class RequestImages(StepFeature):
 
     @classmethod
     def forget(cls, seq: Sequence) -> None:
-        """Free the pixels now. The ended sequence itself stays in memory until garbage is collected."""
+        """Free the pixels now, because the ended sequence stays in memory until garbage is collected."""
         seq.feature_state["vision"] = None
 
     def __init__(self, runner: "ModelRunner"):

@@ -23,7 +23,7 @@ MAX_PROMPT_PIXELS = 2 * MAX_PIXELS  # of a prompt's images before scaling, becau
 
 
 class ImagePromptReader:
-    """Reads prompts with images for an engine that takes images. Any thread may call the methods."""
+    """Reads prompts with images for an engine that accepts images. Any thread may call the methods of this class."""
 
     def __init__(self, config: "Config"):
         self.vision, self.reader = config.model_config.vision, ImageReader(config)
@@ -33,9 +33,9 @@ class ImagePromptReader:
     ) -> tuple[str | None, list[int], PromptImages | None]:
         """Return the text, the token ids and the images of a prompt.
 
-        An image has one placeholder in the token ids for each embedding that the text model reads. Raises ValueError if
-        the prompt has too many images or pixels, or if the numbers of placeholders and images differ. Raises the errors
-        of `ImageReader.read`.
+        For each embedding of an image that the text model reads, the token ids contain one placeholder. Raises
+        ValueError if the prompt has too many images or pixels, or if the numbers of placeholders and images differ.
+        Raises the errors of `ImageReader.read`.
         """
         image_token_id = self.vision.image_token_id
         field, rest, sources = _split(prompt, self.vision)
@@ -74,9 +74,9 @@ class ImagePromptReader:
         return text, token_ids, PromptImages(images, token_ids, image_token_id)
 
     def read_all(self, prompts: list) -> list:
-        """Read images in several threads. Return the prompts with a PromptImage in place of each image.
+        """Read the images of prompts in several threads. Return the prompts with a PromptImage in place of each image.
 
-        If an image can't be read, it stays in its prompt, so that `read` raises the error.
+        An image that can't be read stays in its prompt, so that `read` raises the error.
         """
         # an image of several prompts is read once
         tasks = {source.key: source for prompt in prompts for source in self._sources(prompt)}
@@ -96,7 +96,10 @@ class ImagePromptReader:
         return [self._with_images(prompt, found) for prompt in prompts]
 
     def _sources(self, prompt: Any) -> list[ImageSource]:
-        """Return the images of a prompt that have not been read. If the prompt is wrong, return an empty list."""
+        """Return those images of a prompt that have not been read yet.
+
+        If the prompt is not valid, return an empty list.
+        """
         if not has_images(prompt):
             return []
         try:
@@ -133,9 +136,10 @@ def _expanded(token_ids: list[int], images: list[PromptImage], image_token_id: i
 
 
 def _split(prompt: Any, vision: VisionConfig) -> tuple[str, Any, Any]:
-    """Return the name of the field with images, the prompt without images, and a list of ImageSource or a PromptImages.
+    """Return the name of the field with images, the prompt without images, and the images.
 
-    A conversation has placeholders for its images. Raises TypeError or ValueError for what is not an image.
+    The images are a list of ImageSource objects, or a PromptImages object. In a conversation, placeholders replace the
+    images. Raises TypeError or ValueError for anything that is not an image.
     """
     return _split_conversation(prompt, vision) if is_conversation(prompt) else _split_prompt(prompt, vision)
 

@@ -1,6 +1,6 @@
-"""Reads images, and scales them for the vision tower. transformers' Qwen2VLImageProcessor does the same.
+"""Reads images, and scales them for the vision tower, as Qwen2VLImageProcessor of transformers does.
 
-Pillow is an optional dependency, so this file is imported when an engine gets its first prompt with images.
+Pillow is an optional dependency. This file is therefore imported only when an engine gets its first prompt with images.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ KINDS = "a PIL image, an array [height, width, 3] of uint8, the bytes or the pat
 
 
 class ImageReader:
-    """Makes a PromptImage from each image. Any thread may call the methods."""
+    """Makes a PromptImage from each image. Any thread may call the methods of this class."""
 
     def __init__(self, config: "Config"):
         self.config, self.vision = config, config.model_config.vision
@@ -47,15 +47,16 @@ class ImageReader:
         """Read an image from one of KINDS.
 
         If `is_trusted` is false, the format must be one of WEB_FORMATS, and a string must be a URL. A URL may name a
-        file or another host only if settings allow it. Raises ValueError if the image is broken, too large or too
-        narrow. Raises TypeError for sources of other types. `bounds` is an argument of `cut`.
+        file or another host only if settings allow this. Raises ValueError if the image is broken, too large or too
+        narrow. Raises TypeError for a source that is none of KINDS. `cut` describes `bounds`.
         """
         return self.cut(self.open(source, is_trusted), bounds)
 
     def cut(self, opened: Any, bounds: tuple[int, int] | None = None) -> PromptImage:
-        """Decode a PIL image, and scale it. Raises ValueError as `read` does.
+        """Decode a PIL image, and scale it. Raises the same ValueErrors as `read`.
 
-        bounds: the least and the greatest number of pixels after scaling; by default those of the VisionConfig.
+        bounds: the least and the greatest number of pixels after scaling. The defaults are the bounds in the
+            VisionConfig.
         """
         image, vision = self._in_rgb(opened), self.vision
         square = vision.patch_size * vision.merge_size
@@ -96,7 +97,7 @@ class ImageReader:
         return source
 
     def _in_rgb(self, image: Any) -> Any:
-        """Decode an image. As in transformers, rotate it as its EXIF entry says, and use the first frame."""
+        """Decode an image. As in transformers, use the first frame, and rotate the image as its EXIF entry says."""
         with _image_errors(), LOCKS[id(image) % len(LOCKS)]:
             image.load()  # first, because some formats then have another mode
             if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:  # otherwise, only a copy

@@ -1,4 +1,4 @@
-"""Finds the image that a part of a conversation refers to, and the size of the scaled image. Opens no image."""
+"""Finds the image that a part of a conversation refers to, and the limits for scaling the image. Opens no image."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,11 +21,11 @@ SCHEMES = "data:", "file:", "http:", "https:"
 
 
 class ImageSource(NamedTuple):
-    """An image that was not opened yet.
+    """Describes an image that was not opened yet.
 
     image: an argument of `ImageReader.open`, or a PromptImage if the image was read earlier.
     is_trusted: an argument of `ImageReader.open`.
-    bounds: the least and the greatest number of pixels to which the image is scaled.
+    bounds: the least and the greatest number of pixels that the scaled image may have.
     """
 
     image: Any
@@ -34,16 +34,17 @@ class ImageSource(NamedTuple):
 
     @property
     def key(self) -> tuple:
-        """Equal only for sources that become the same PromptImage."""
+        """The keys of two sources are equal only if both sources become the same PromptImage."""
         is_value = isinstance(self.image, (str, bytes, Path))
         return self.image if is_value else id(self.image), self.is_trusted, self.bounds
 
 
 def part_source(part: Mapping[str, Any], vision: VisionConfig) -> ImageSource:
-    """Return the image of an image part. Raises TypeError or ValueError for an invalid part or unknown entry.
+    """Return the image in an image part of a message.
 
-    A string is a path only as `image` or `path`. HTTP requests contain only `image_url` (see serve/chat.py), so they
-    can't read files of the server.
+    Raises TypeError or ValueError for an invalid part or unknown entry. A string can be a path only in the entries
+    `image` and `path`. HTTP requests can't read files of the server, because their image parts contain only `image_url`
+    (see serve/chat.py).
     """
     entries, names = image_entries(part), SOURCES[part["type"]]
     for name in entries.keys() - {*names, *LIMITS}:
@@ -66,9 +67,9 @@ def part_source(part: Mapping[str, Any], vision: VisionConfig) -> ImageSource:
 
 
 def pixel_bounds(limits: Mapping[str, Any], vision: VisionConfig, field: str) -> tuple[int, int]:
-    """Return the least and the greatest number of pixels of an image with these LIMITS.
+    """Return the least and the greatest number of pixels that an image with these LIMITS may have after scaling.
 
-    Raises TypeError or ValueError, which names the request's field, for a value that the engine does not allow.
+    For a value that the engine does not allow, raises a TypeError or ValueError that names the request's field.
     """
     detail = check_choice(f"{field}: detail", limits.get("detail", "auto"), ("auto", "low", "high"))
     high = check_int(f"{field}: max_pixels", limits.get("max_pixels", vision.max_pixels), 1, vision.max_pixels)

@@ -1,4 +1,4 @@
-"""Reads images from URLs. Settings must allow files and other hosts."""
+"""Reads images from URLs. A URL may name a file or another host only if settings allow this."""
 
 import base64
 import binascii
@@ -23,7 +23,7 @@ ESCAPES = {"%2B": "+", "%2F": "/", "%3D": "=", "%0D": "", "%0A": "", "\r": "", "
 
 
 def fetch(url: str, config: "Config", max_bytes: int) -> bytes:
-    """Return the bytes at a URL. Raises ValueError if they can't be read or must not be read."""
+    """Return the bytes at a URL. Raises ValueError if the URL can't be read or must not be read."""
     scheme = url[:8].partition(":")[0].lower()
     if scheme == "data":
         return _decode(url, max_bytes)
@@ -62,7 +62,7 @@ def _read_local(url: str, allowed: str, max_bytes: int) -> bytes:
 
 
 def read_file(path: Path, name: str, max_bytes: int, is_regular: bool = False) -> bytes:
-    """Return the contents of a file. If `is_regular` is True, it must be a regular file.
+    """Return the contents of a file. If `is_regular` is True, the path must be that of a regular file.
 
     If the file is missing or too large, raises a ValueError whose message begins with `name`.
     """
@@ -81,7 +81,7 @@ def read_file(path: Path, name: str, max_bytes: int, is_regular: bool = False) -
 
 
 def _download(url: str, domains: Any, max_bytes: int) -> bytes:
-    """Download a URL. The domain must be allowed and have a public address. Redirects are refused."""
+    """Download a URL. The URL's domain must be allowed and have a public address. Redirects are refused."""
     parts = urlsplit(url)
     host = (parts.hostname or "").lower()
     if host not in (domains or ()):
@@ -132,7 +132,10 @@ def _get(connection: http.client.HTTPConnection, target: str, max_bytes: int, un
 
 
 def _shut_down(sock: socket.socket) -> None:
-    """End another thread's wait for a socket. The thread may wait for the TLS handshake, the headers or the body."""
+    """Make another thread stop waiting for a socket.
+
+    The thread may wait for the TLS handshake, the headers or the body.
+    """
     with suppress(OSError):  # the socket is already closed
         socket.socket.shutdown(sock, socket.SHUT_RDWR)  # SSLSocket.shutdown would go on in plain text
 
@@ -140,7 +143,7 @@ def _shut_down(sock: socket.socket) -> None:
 def _public_address(host: str, port: int) -> tuple[str, int]:
     """Return a public address of `host`.
 
-    The caller connects to this address. Another lookup might return a private address.
+    The caller connects to the returned address, because another lookup might return a private address.
     """
     addresses = [str(address[0]) for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     for address in addresses:

@@ -1,4 +1,4 @@
-"""Rotary embedding for three positions: temporal, vertical and horizontal (interleaved MRoPE, arXiv:2511.21631)."""
+"""Implements rotary embedding by temporal, vertical and horizontal positions (interleaved MRoPE, arXiv:2511.21631)."""
 
 import torch
 
@@ -6,10 +6,11 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding
 
 
 class MRotaryEmbedding(RotaryEmbedding):
-    """Rotates pair `i` of a head by the position on one of three axes.
+    """Rotates each pair of columns of a head by the position on one of three axes.
 
     Pairs 1, 4, 7, ... use the vertical position. Pairs 2, 5, 8, ... use the horizontal position. Other pairs use the
-    temporal position. `mrope_section` contains the number of pairs per axis. In text, the three positions are equal.
+    temporal position. `mrope_section` contains the number of pairs per axis. The three positions of a text token are
+    equal.
     """
 
     def __init__(
@@ -22,12 +23,12 @@ class MRotaryEmbedding(RotaryEmbedding):
         self.register_buffer("axes", axes.repeat(2), persistent=False)  # the axis of each column of a table
 
     def forward(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate as RotaryEmbedding does. `positions` is [T], or [3, T] if there are images."""
+        """Rotate as RotaryEmbedding does. `positions` is [T], or [3, T] if the step has images."""
         cos, sin = self.look_up(self.cos_sin_cache, positions).unsqueeze(1).chunk(2, -1)  # [T, 1, N / 2]
         return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
 
     def look_up(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return rows of a table [max_position, ..., N]. `axes` picks one of three positions for each column."""
+        """Return rows of a table [max_position, ..., N]. For each column, `axes` selects one of three positions."""
         if positions.dim() == 1:
             return table.index_select(0, positions)
         by_axis = [table.index_select(0, axis) for axis in positions]

@@ -1,4 +1,4 @@
-"""The images of a prompt: their pixels, and the positions of the prompt's tokens."""
+"""Describes the images of a prompt: the pixels of the images, and the positions of the prompt's tokens."""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class PromptImage(NamedTuple):
-    """An image of a size that fits the tower.
+    """Describes an image that was scaled for the vision tower.
 
     pixels: uint8 [height, width, 3] as bytes.
     rows, columns: the height and the width of the image in tokens.
@@ -31,7 +31,7 @@ class PromptImage(NamedTuple):
 
 
 class PlacedImage(NamedTuple):
-    """An image and the index of its first token in the prompt."""
+    """Describes an image, and the index of the image's first token in the prompt."""
 
     image: PromptImage
     start: int
@@ -42,10 +42,10 @@ class PlacedImage(NamedTuple):
 
 
 class PromptImages:
-    """The images of a prompt, in order. All answers to the prompt share this object."""
+    """Holds the images of a prompt, in order. All answers to the prompt share one PromptImages object."""
 
     def __init__(self, images: Sequence[PromptImage], token_ids: Sequence[int], image_token_id: int):
-        """`token_ids` must contain `image_token_id` for each token of an image, at consecutive indices."""
+        """`token_ids` must contain `image_token_id` once for each token of an image, at consecutive indices."""
         self.placed: list[PlacedImage] = []
         self.num_prompt_tokens = len(token_ids)
         ids, end = np.asarray(token_ids), 0
@@ -65,7 +65,7 @@ class PromptImages:
     def _positions(self) -> np.ndarray:
         """The temporal, vertical and horizontal positions of the prompt's tokens: [3, tokens] int32.
 
-        The position after an image is the image's first position plus the number of tokens on its longer side.
+        The position after an image is the image's first position plus the number of tokens on the image's longer side.
         """
         parts, end, position = list[np.ndarray](), 0, 0
         for image, start in self.placed:
@@ -84,7 +84,7 @@ class PromptImages:
 
     @cached_property
     def delta(self) -> int:
-        """The position of a generated token minus its index. The difference is at most 0."""
+        """The position of a generated token minus the token's index. `delta` is at most 0."""
         saved = (max(image.rows, image.columns) - image.num_tokens for image in self.images)
         return sum(saved)
 
@@ -100,7 +100,7 @@ def images_of(seq: Any) -> PromptImages | None:
 
 
 def images_in(seq: Any, start: int, end: int) -> Iterator[PlacedImage]:
-    """Yield each image of which a token is among the tokens `start:end` of a sequence."""
+    """Yield each image that has at least one token among the tokens `start:end` of a sequence."""
     if (images := images_of(seq)) is not None:
         for placed in images.placed:
             if placed.start < end and start < placed.end:

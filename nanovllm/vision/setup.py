@@ -18,8 +18,8 @@ from nanovllm.vision.prompt_images import PromptImage
 class ImagePart(NamedTuple):
     """A part of a message to another rank. The rank computes embeddings of images when all parts have arrived.
 
-    Together, the parts contain the pixels of `images`, and digests of other images. The rank drops the other images to
-    free memory. In this message, `images` have no pixels.
+    All parts together contain the pixels of `images`, and the digests of images that the rank drops to free memory. The
+    objects in `images` contain no pixels.
     """
 
     images: list[PromptImage]

@@ -1,4 +1,4 @@
-"""The vision tower of Qwen3-VL and Qwen3.5 (arXiv:2511.21631). Maps patches to embeddings of tokens.
+"""Implements the vision tower of Qwen3-VL and Qwen3.5 (arXiv:2511.21631), which maps patches to embeddings of tokens.
 
 Every rank has the whole tower, which encodes several images at once. P is the number of patches of all images together.
 """
@@ -36,7 +36,10 @@ class TowerLinear(nn.Module):
 def add_layer_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the layer norm of x + residual, and the sum. Both are [P, N]. May overwrite `residual`."""
+    """Return the layer norm of x + residual, and the sum x + residual. Both results are [P, N].
+
+    May overwrite `residual`.
+    """
     x = x + residual
     return F.layer_norm(x, weight.shape, weight, bias, eps), x
 
@@ -51,12 +54,12 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, NORM_EPS)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the norm of x + residual, and the sum."""
+        """Return the norm of x + residual, and the sum x + residual."""
         return add_layer_norm(x, residual, self.weight, self.bias, NORM_EPS)
 
 
 class PatchProjection(nn.Module):
-    """A 3D convolution. The stride is the kernel size, so a patch needs one matmul. All frames of a patch are equal."""
+    """Computes a 3D convolution as a matmul, because the stride is the kernel size. All frames of a patch are equal."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()
@@ -77,7 +80,7 @@ class PatchEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """Learned embeddings on a square grid. The embeddings are interpolated for images of any size."""
+    """Holds learned embeddings on a square grid, which are interpolated for images of any size."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()
@@ -92,9 +95,9 @@ class PositionEmbedding(nn.Module):
 
 
 class Grids(NamedTuple):
-    """Describes the patches of images.
+    """Describes the patches of images that are encoded together.
 
-    counts: for images of one size, their number and the number of patches of each image.
+    counts: for each size of image, the number of images and the number of patches of each image.
     cos, sin: [P, 1, head_dim / 2], for RoPE.
     """
 
@@ -112,9 +115,9 @@ def rotate_patches(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
 
 @operation
 def patch_attention(qkv: torch.Tensor) -> torch.Tensor:
-    """Return the attention [B, n, heads * N] of each patch to all patches of its image.
+    """Compute the attention [B, n, heads * N] of each patch to all patches of its image.
 
-    qkv [B, n, 3, heads, N] is of B images with n patches each.
+    qkv is [B, n, 3, heads, N], for B images with n patches each.
     """
     q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, n, N]
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
@@ -127,7 +130,7 @@ def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> to
 
 
 class TowerAttention(nn.Module):
-    """Attention. Each patch of an image attends to all patches of the image."""
+    """Computes attention. Each patch of an image attends to all patches of the image."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()
@@ -160,7 +163,10 @@ class TowerBlock(nn.Module):
         self.mlp = TowerMLP(config)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor, grids: Grids) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output of the MLP, and the residual that the next block must add. Both are [P, hidden_size]."""
+        """Return the output of the MLP, and the residual that the next block must add.
+
+        Both tensors are [P, hidden_size].
+        """
         x, residual = self.norm1.add(x, residual)
         x, residual = self.norm2.add(self.attn(x, grids), residual)
         return self.mlp(x), residual
@@ -170,7 +176,7 @@ class PatchMerger(nn.Module):
     """Maps patches [P, hidden_size] to tokens [P / merge_size^2, outputs]. Each square of patches becomes a token."""
 
     def __init__(self, config: VisionConfig, norms_squares: bool):
-        """norms_squares: True if the norm is over a square of patches. Otherwise, the norm is over each patch."""
+        """norms_squares: whether the norm is over each square of patches instead of each patch."""
         super().__init__()
         self.size = config.hidden_size * config.merge_size**2
         self.norm = LayerNorm(self.size if norms_squares else config.hidden_size)
@@ -183,7 +189,7 @@ class PatchMerger(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """The vision tower. Attributes have the same names as in checkpoints."""
+    """The vision tower. The tower's attributes have the names that checkpoints use."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()
@@ -203,9 +209,9 @@ class VisionTower(nn.Module):
     def forward(self, groups: list[torch.Tensor]) -> torch.Tensor:
         """Map images to embeddings [1 + layers, tokens, out_hidden_size], in the order of the images.
 
-        The first embeddings replace the placeholders of images. The other embeddings are added after the first layers
-        of the text model (DeepStack, arXiv:2406.04334). Each element of `groups` is a tensor [B, height, width, 3] of
-        uint8, with B images of one size.
+        The embeddings at index 0 replace the placeholders of images. The embeddings at other indices are added after
+        the first layers of the text model (DeepStack, arXiv:2406.04334). Each tensor in `groups` contains B images of
+        one size: [B, height, width, 3] uint8.
         """
         x = self.patch_embed.proj(torch.cat([self._patches(images) for images in groups]))
         counts, *tables = zip(*(self._grid(*images.shape[:3]) for images in groups))
@@ -228,10 +234,11 @@ class VisionTower(nn.Module):
         return ((patches / 255 - mean) / std).to(self.pos_embed.weight.dtype)
 
     def _grid(self, num_images: int, height: int, width: int) -> tuple:
-        """Return the numbers of images and of patches per image, and tables of all patches of these images.
+        """Describe images of one size. Return the pair (images, patches per image), and three tables.
 
-        The tables are the learned positions [P, hidden_size], cosines and sines [P, 1, head_dim / 2]. A patch's row
-        determines the rotation of half of the pairs. The patch's column determines the others.
+        The tables have a row for each patch of each image: the learned positions [P, hidden_size], cosines and sines
+        [P, 1, head_dim / 2]. The row of a patch determines the rotation of half of the pairs. The column determines the
+        rotation of the other half.
         """
         size = height // self.config.patch_size, width // self.config.patch_size
         positions = self._in_squares(self.pos_embed(*size)).to(self.pos_embed.weight.dtype)
@@ -243,7 +250,7 @@ class VisionTower(nn.Module):
         return (num_images, len(positions)), *repeated
 
     def _in_squares(self, grid: torch.Tensor) -> torch.Tensor:
-        """Put x [height, width, N] into the order of the patches. The result is [height * width, N]."""
+        """Put `grid` [height, width, N] into the order of the patches. The result is [height * width, N]."""
         height, width, size = grid.shape
         n = self.config.merge_size
         return grid.view(height // n, n, width // n, n, size).transpose(1, 2).reshape(-1, size)

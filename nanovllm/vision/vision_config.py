@@ -1,4 +1,4 @@
-"""Reads sizes of the vision tower and image settings of the text model from a checkpoint's files."""
+"""Reads the sizes of the vision tower, and the text model's image settings, from the files of a checkpoint."""
 
 from dataclasses import dataclass, replace
 from math import isqrt
@@ -42,16 +42,18 @@ PUBLISHED = {"size": {"shortest_edge": 256**2, "longest_edge": 4096**2}} | dict.
 class VisionConfig:
     """The part of a model's configuration that concerns images.
 
-    depth, hidden_size, intermediate_size, num_heads, patch_size, temporal_patch_size, out_hidden_size: the tower's
-        sizes.
+    depth, hidden_size, intermediate_size, num_heads, patch_size, temporal_patch_size, out_hidden_size: sizes of the
+        vision tower.
     merge_size: a token stands for a square of `merge_size` x `merge_size` patches.
     grid_side: the side of the square grid of learned position embeddings.
-    deepstack_layers: layers of the tower. Outputs of these layers are also used for the first layers of the text model.
-    image_token_id: the id of the placeholder token. A prompt has one placeholder per merged square of an image.
-    mrope_section: how many pairs of a head use the temporal, the vertical and the horizontal position.
-    image_mean, image_std: three numbers each. The tower gets (pixel - mean) / std, for pixels from 0 to 1.
+    deepstack_layers: layers of the vision tower whose outputs are also used for the first layers of the text model.
+    image_token_id: the id of the placeholder token. A prompt has one placeholder for each square of patches that
+        becomes a token.
+    mrope_section: how many pairs of columns of a head use the temporal, the vertical and the horizontal position.
+    image_mean, image_std: one number for each of the three colors. The tower gets (pixel - mean) / std, where pixels
+        range from 0 to 1.
     resample: the number of Pillow's filter for scaling, such as 3 for bicubic.
-    min_pixels, max_pixels: the range of the number of pixels to which images are scaled.
+    min_pixels, max_pixels: the least and the greatest number of pixels that a scaled image may have.
     max_images: the maximum number of images in a prompt.
     """
 
@@ -114,7 +116,10 @@ def check_pixels(name: str, value: Any) -> dict[str, int]:
 
 
 def check_domains(name: str, value: Any) -> tuple[str, ...]:
-    """Return the setting `allowed_media_domains` in lower case. Raises TypeError for a value of another type."""
+    """Return the setting `allowed_media_domains` in lower case.
+
+    Raises TypeError for a value that is not a list of strings.
+    """
     if not isinstance(value, (list, tuple)) or not all(isinstance(host, str) for host in value):
         raise TypeError(f"{name}={value!r:.80}: must be a list of host names")
     return tuple(host.lower() for host in value)
@@ -132,10 +137,10 @@ def _json_dict(name: str, value: Any, keys: tuple[str, ...]) -> dict[str, Any]:
 def read_vision(
     raw: dict, file: Path, image_token_id: int, mrope_section: tuple[int, int, int], deepstack: tuple[int, ...] = ()
 ) -> VisionConfig | None:
-    """Read config.json, whose content is `raw`, and the image processor's entries next to `file`.
+    """Read `raw`, the content of a config.json, and the image processor's entries next to `file`.
 
-    Return None if the checkpoint has no vision tower. The other arguments are defaults for entries that the files lack.
-    If an entry is not supported, raises a ValueError or TypeError that names the file.
+    Return None if the checkpoint has no vision tower. The arguments after `file` are defaults for entries that the
+    files lack. If an entry is not supported, raises a ValueError or TypeError that names the file.
     """
     if not (found := raw.get("vision_config")):
         return None
@@ -171,7 +176,10 @@ def read_vision(
 
 
 def _read_processor(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
-    """Read how pixels are scaled. Raises ValueError or TypeError for what `ImageReader` does differently."""
+    """Read how images and their pixels are scaled.
+
+    Raises ValueError or TypeError for entries that `ImageReader` does not support.
+    """
     name, raw = _processor_entries(folder)
     entries = PROCESSOR | {key: value for key, value in raw.items() if value is not None}
     check_choice(f"{name}: do_resize", entries["do_resize"], (True,))
@@ -198,7 +206,10 @@ def _read_processor(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def _processor_entries(folder: Path) -> tuple[str, dict[str, Any]]:
-    """Return the place and the content of the image processor's entries. transformers has the same precedence."""
+    """Return the place and the content of the image processor's entries.
+
+    Files take precedence in the same order as in transformers.
+    """
     file = folder / "processor_config.json"
     if file.exists() and (found := read_json(file).get("image_processor")) is not None:
         if not isinstance(found, dict):

@@ -28,16 +28,15 @@ def size_of(image: PromptImage) -> tuple[int, int]:
 
 
 class ImageStore:
-    """The embeddings of images on a rank's device, by digest.
+    """Stores the embeddings of images on a rank's device. The keys are the digests of the images.
 
-    If the store is full, the least recently used embeddings are removed. Rank 0 chooses the images to encode and the
-    images to remove, and tells the other ranks.
+    If the store is full, the least recently used embeddings are removed. Rank 0 chooses which images are encoded and
+    which are removed, and tells the other ranks.
     """
 
     def __init__(self, tower: VisionTower, max_tokens: int, device: torch.device, max_patches: int = MAX_PATCHES):
-        """
-        max_tokens: how many embeddings are stored.
-        max_patches: images are encoded together, up to this number of patches.
+        """max_tokens: the maximum number of stored embeddings.
+        max_patches: the maximum number of patches of images that are encoded together.
         """
         self._tower, self._max_tokens, self._device = tower, max_tokens, device
         self._max_patches = max_patches
@@ -59,8 +58,8 @@ class ImageStore:
     def require(self, images: Iterable[PromptImage]) -> None:
         """Compute the embeddings of the images that are not stored. Only rank 0 calls this method.
 
-        First, the least recently used images are removed, because the previous step's images may exceed the bound. The
-        most recently used image stays, because the next chunk may begin inside it.
+        First, the least recently used images are removed, because the images of the previous step may exceed
+        `max_tokens`. The most recently used image stays, because the next chunk may begin inside this image.
         """
         needed = {image.digest: image for image in images}
         self._make_room(0, [*needed, *[*self._embeddings][-1:]])
@@ -74,7 +73,7 @@ class ImageStore:
             self.add(pack)
 
     def _packs(self, images: list[PromptImage]) -> Iterator[list[PromptImage]]:
-        """Yield images that are encoded together. Images of one size are adjacent."""
+        """Yield lists of images that are encoded together. In a list, images of the same size are adjacent."""
         pack, num_patches = list[PromptImage](), 0
         for image in sorted(images, key=size_of):
             patches = image.num_tokens * self._tower.config.merge_size**2
@@ -87,7 +86,7 @@ class ImageStore:
             yield pack
 
     def _make_room(self, num_tokens: int, kept: Collection[bytes]) -> None:
-        """Remove the least recently used images, but not `kept`, until there is space for `num_tokens` more tokens."""
+        """Remove the least recently used images, except `kept`, until `num_tokens` more embeddings fit."""
         num_tokens += self.num_tokens
         for digest in [digest for digest in self._embeddings if digest not in kept]:
             if num_tokens <= self._max_tokens:
@@ -97,7 +96,10 @@ class ImageStore:
 
     @torch.inference_mode()
     def add(self, images: list[PromptImage], leaving: Iterable[bytes] = ()) -> None:
-        """Remove the images `leaving`, and compute the embeddings of `images`. Images of one size are adjacent."""
+        """Remove the images `leaving`, and compute the embeddings of `images`.
+
+        In `images`, images of the same size must be adjacent.
+        """
         for digest in leaving:
             self._embeddings.pop(digest, None)
         pinned = self._device.type == "cuda"  # otherwise, the copy would wait for all queued steps
@@ -124,7 +126,7 @@ def image_embeddings(decoder: Any, tokens: torch.Tensor, levels: torch.Tensor) -
     """Let a decoder use the embeddings of images during a `with` block.
 
     The first of `levels` [1 + layers, N, hidden_size] replaces the embeddings of `tokens` [N]. The other levels are
-    added to the outputs of the first layers.
+    added to the outputs of the decoder's first layers.
     """
 
     def replace(module: Any, arguments: Any, embeddings: torch.Tensor) -> torch.Tensor:
@@ -146,7 +148,7 @@ class VisionRunner(BatchRunner):
     """Computes the embeddings of a step's images before the step.
 
     If a chunk begins before the end of its prompt's last image, the step uses no CUDA graphs, and each token has three
-    positions. In other steps, a token has one position: its index plus its request's `PromptImages.delta`.
+    positions. In other steps, a token has one position: its index plus the `PromptImages.delta` of its request.
     """
 
     _has_images = False  # whether a chunk of the step that is prepared begins before the end of an image
@@ -162,7 +164,7 @@ class VisionRunner(BatchRunner):
         self.add_features(["vision"])
 
     def warmup_model(self) -> int:
-        """Leave memory for the largest step, for the tower, and for embeddings of images."""
+        """Reserve memory for the largest step, for the vision tower, and for the embeddings of images."""
         return super().warmup_model() - (self._bytes_of_images() if self.device.type == "cuda" else 0)
 
     def _bytes_of_images(self) -> int:

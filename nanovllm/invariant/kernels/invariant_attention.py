@@ -1,13 +1,13 @@
-"""Attention in which no bit of a result depends on the batch, on chunks, or on how programs divide the keys.
+"""Computes attention in which no bit of a result depends on the batch, on chunks, or on how programs divide the keys.
 
 Prefill (invariant_prefill.py) and decode (invariant_decode.py) use the arithmetic of this file. A segment is a range of
 tiles of keys. Tiles and segments begin at fixed positions. The tiles of a segment are added in order. Finally, the
-segments of a query are added in order. So the result is the same whether one program or several programs
+segments of a query are added in order. The result is therefore the same whether one program or several programs
 (flash-decoding) compute the segments of a query.
 
-This method requires that the result of a matmul does not depend on the number of rows per tile, or on whether the tiles
-are transposed. Hopper's instructions for 64 rows (wgmma) meet this requirement, which tests/test_invariant_kernels.py
-checks. The older instruction `mma.sync` was observed to round differently.
+The result of a matmul must not depend on the number of rows per tile, or on whether the tiles are transposed. Hopper's
+instructions for 64 rows (wgmma) round in the same way in all tiles, which tests/test_invariant_kernels.py checks. The
+older instruction `mma.sync` was observed to round differently.
 """
 
 import torch
@@ -24,7 +24,7 @@ SEGMENT = tl.constexpr(512)
 
 @triton.jit
 def fma(x, factor, y):
-    """Return x * factor + y, always rounded once.
+    """Return x * factor + y, which is always rounded exactly once.
 
     With plain operators, the compiler would decide how often to round.
     """
@@ -37,8 +37,8 @@ def add_tile(sums, scores, v, scale, pairs, visible, stored_dtype: tl.constexpr,
 
     KEYS is the dimension of `scores` that belongs to the keys: 1, or 0 if the tiles are transposed. `visible` is `None`
     if all keys are visible. The values of hidden keys must be zero. In FP8, `pairs` contains the scales of keys and
-    values. The weights are added by a matmul with ones, so the order of additions does not depend on which threads hold
-    the weights. CAP is the soft cap of the scores, or 0.
+    values. A matmul with ones adds the weights, so the order of additions does not depend on which threads hold the
+    weights. CAP is the soft cap of the scores, or 0.
     """
     acc, total, largest = sums
     # weights are divided by the scales of values, and may exceed the range of float16 if the scales are small
@@ -80,7 +80,7 @@ def add_tile(sums, scores, v, scale, pairs, visible, stored_dtype: tl.constexpr,
 
 @triton.jit
 def segment_of(sums, KEYS: tl.constexpr):
-    """Return the sums of a finished segment. They include only one copy of each query's sum of weights."""
+    """Return the sums of a finished segment, with only one copy of the sum of weights of each query."""
     acc, total, largest = sums
     return acc, tl.max(total, KEYS, keep_dims=True), largest
 
@@ -99,8 +99,8 @@ def add_segment(done, segment):
 def store_attended(out_ptr, at, done, mask, sinks_ptr, head):
     """Divide the sums of weighted values by the sums of weights, and store the quotients.
 
-    If `sinks_ptr` is given, first add the sinks to the sums of weights. `head` contains the indices of the sinks'
-    heads.
+    If `sinks_ptr` is given, first add the sinks to the sums of weights. `head` contains the indices of the heads, which
+    select the sinks.
     """
     if sinks_ptr is not None:
         sinks = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E

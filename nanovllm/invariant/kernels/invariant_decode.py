@@ -1,4 +1,4 @@
-"""Decode attention in which no bit of a result depends on the batch, or on how programs divide the keys."""
+"""Computes decode attention in which no bit of a result depends on the batch, or on how programs divide the keys."""
 
 import torch
 import triton
@@ -79,8 +79,8 @@ def _decode_kernel(
 ):
     """Compute the attention of a sequence for one split of its keys.
 
-    Unlike in decode_attention.py, a split consists of whole segments. All tiles are transposed, as in the
-    prefill kernel, because tensor cores then multiply 64 keys at a time.
+    A split consists of whole segments, unlike in decode_attention.py. All tiles are transposed, as in the prefill
+    kernel, because tensor cores then multiply 64 keys at a time.
     """
     gdc_launch_dependents(PDL)
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
@@ -170,7 +170,7 @@ def _decode_kernel(
 @dependent_kernel(early=("seq_ptrs",))
 @triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(seq_ptrs, sinks_ptr, out_ptrs, splits, HEADS: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr):
-    """Each program adds the segments of one query head."""
+    """Add the segments of a sequence. Each program handles one query head."""
     gdc_launch_dependents(PDL)
     num_seqs_ptr, context_lens_ptr = seq_ptrs
     out_ptr, part_ptrs = out_ptrs

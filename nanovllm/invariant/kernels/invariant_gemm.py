@@ -1,9 +1,9 @@
-"""Computes y = x W^T + b. No bit of a row depends on the number of rows.
+"""Computes y = x W^T + b, where no bit of a row of y depends on the number of rows.
 
 Each output is a single sum, whose terms are added in the order of the inputs. The tensor core instructions for 64 rows
 add 16-bit products in the same way for every tile size. In this kernel, the 64 rows are rows of the weight, so a tile
-may have any number of rows of x. If weights have 8 bits, the sums are multiplied by scales after the same number of
-inputs for every tile size.
+may have any number of rows of x. If weights have 8 bits, sums are multiplied by scales after a number of inputs that is
+the same for every tile size.
 """
 
 import torch
@@ -64,7 +64,7 @@ def _product_kernel(
 
 
 def _choose_tiles(num_rows: int, num_outputs: int, is_scaled: bool, is_float32: bool, device: torch.device) -> Tiles:
-    """Choose the tiles that were fastest on an H100. All tiles compute the same results."""
+    """Choose the tile sizes that were fastest on an H100. All tile sizes give the same results."""
     size = max(16, triton.next_power_of_2(num_rows))
     if is_scaled or is_float32:
         table = SCALED_TILES if is_scaled else FLOAT32
@@ -90,7 +90,7 @@ def invariant_product(
     """Store x W^T + bias in `out` [M, N], and return `out`. The operands are x [M, K], W [N, K] and `bias` [N].
 
     W may consist of 8-bit values and scales [N / block rows, K / block columns], with blocks of at least 32 columns.
-    All tensors are contiguous. The size of a row is a multiple of 16 bytes.
+    All tensors are contiguous. The size of each row of x and W is a multiple of 16 bytes.
     """
     rows, values, scales, shape = operands_of(x, weight)
     (n, k), m, device, is_scaled = values.shape, len(x), values.device, isinstance(weight, tuple)

@@ -1,4 +1,4 @@
-"""Prefill attention in which no bit of a result depends on other sequences, or on how prompts are split into chunks."""
+"""Computes prefill attention in which no bit of a result depends on other sequences or on the chunks of prompts."""
 
 import torch
 import triton

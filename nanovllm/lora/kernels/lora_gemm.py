@@ -1,9 +1,12 @@
-"""Adds the results of low-rank adapters to a linear layer's results. Shrink computes h = A x, and expand adds B h.
+"""Adds the results of low-rank adapters to a linear layer's results.
 
-With few rows and a weight that is not quantized, the linear layer's own kernel does both (row_adapters.py).
+The shrink kernel computes h = A x, and the expand kernel adds B h.
 
-Rows are grouped by adapter, because a tile multiplies all its rows by the same adapter. This is the segmented GEMM of
-Chen et al., "Punica: multi-tenant LoRA serving" (arXiv:2310.18547).
+If there are few rows and the weight is not quantized, the linear layer's own kernel computes A x and B h
+(row_adapters.py).
+
+Rows are grouped by adapter, because a tile multiplies all its rows by the same adapter. The kernels compute the
+segmented GEMM of Chen et al., "Punica: multi-tenant LoRA serving" (arXiv:2310.18547).
 """
 
 import math
@@ -31,10 +34,10 @@ UNREADY_ELEMENTS = 2**18  # filled at a time, because each launch takes a micros
 
 
 class RowGroups(NamedTuple):
-    """The rows of a step, sorted by slot.
+    """Describes the rows of a step, sorted by adapter slot.
 
     order: [T] int32, the indices of all rows, sorted by slot. Rows without an adapter come first.
-    starts: [slots + 1] int32, the index in `order` where the rows of each slot begin. The last entry is T.
+    starts: [slots + 1] int32, the index in `order` where the rows of each slot begin. The last entry of `starts` is T.
     """
 
     order: torch.Tensor
@@ -246,7 +249,7 @@ def _tiles_of(x: torch.Tensor, stack, gated: bool = False) -> LoRATiles:
 
 
 def _shrink(x: torch.Tensor, stack, groups: RowGroups, tiles: LoRATiles) -> torch.Tensor:
-    """Return h = A x as summands [splits, T, parts * R]. Rows are in the order of the groups."""
+    """Return h = A x as partial sums [splits, T, parts * R]. The rows of h are in the order of the groups."""
     num_rows, k = x.shape
     h = torch.empty((tiles.splits, num_rows, tiles.parts * tiles.max_rank), dtype=torch.float32, device=x.device)
     ranks, shared = (stack.ranks, stack.ranks.stride(0)), _shared(num_rows)
@@ -259,7 +262,7 @@ def _shrink(x: torch.Tensor, stack, groups: RowGroups, tiles: LoRATiles) -> torc
 
 
 def _num_row_tiles(num_rows: int, tiles: LoRATiles) -> int:
-    """Return how many tiles are enough, however the rows are grouped."""
+    """Return a number of row tiles that is enough for any grouping of the rows."""
     return min(num_rows, num_rows // tiles.tile_m + tiles.slots)
 
 
@@ -288,7 +291,7 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, stack, rows, gated: bool = False)
 
 
 def adapted_linear(x, weight, bias, stack, rows, gated=False, split_k=1, out=None):
-    """The kernel of the linear layer computes A x and B h, too, if there are few rows."""
+    """If there are few rows, the kernel of the linear layer also computes A x and B h."""
     if len(x) > MAX_ROWS.value or stack.experts > 1:
         return NotImplemented
     if len(x) == 1:
@@ -328,7 +331,7 @@ def _row_adapters(x: torch.Tensor, stack, rows) -> RowAdapters:
 
 
 def _unready(rows, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return UNREADY memory that nothing else uses in this step."""
+    """Return memory that is filled with UNREADY, and that nothing else uses in this step."""
     size = triton.cdiv(math.prod(shape), 64) * 64  # so that all addresses are aligned equally
     if rows.unready is None or len(rows.unready) < size:
         rows.unready = torch.full((max(size, UNREADY_ELEMENTS),), UNREADY.value, dtype=torch.int32, device=device)

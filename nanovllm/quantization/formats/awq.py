@@ -1,6 +1,6 @@
 """Reads the format AWQ (arXiv:2306.00978): 4-bit integers with zero points, packed along the outputs of a layer.
 
-The eight codes of a word belong to outputs 0, 2, 4, 6, 1, 3, 5, 7, low bits first.
+A 32-bit word contains the 4-bit codes of outputs 0, 2, 4, 6, 1, 3, 5, 7, low bits first.
 """
 
 import re

@@ -1,7 +1,7 @@
 """Reads the format compressed-tensors.
 
-Weights have 8 bits or 4 bits. FP8 weights have one scale for each output, block or matrix. 4-bit weights are integers,
-MXFP4 or NVFP4.
+Weights have 8 bits or 4 bits. FP8 weights have one scale for each output, for each block, or for the whole matrix. The
+formats of 4-bit weights are integers, MXFP4 and NVFP4.
 """
 
 from collections.abc import Callable

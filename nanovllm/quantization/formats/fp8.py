@@ -20,15 +20,15 @@ def e4m3_scheme(rows: int | None, columns: int | None, scale_name: str | None = 
 
 
 def config_on_load() -> QuantConfig:
-    """Use one scale per output.
+    """Return the QuantConfig for weights with one scale per output.
 
-    Scales per output apply to the matmul's result, and do not depend on the number of ranks.
+    A scale per output can be applied to the matmul's result, and does not depend on the number of ranks.
     """
     return QuantConfig("fp8", (((ALL,), e4m3_scheme(1, None)),))
 
 
 def check_block(name: str, block: Any) -> list[int]:
-    """Return the numbers of rows and columns of a block."""
+    """Return `block`, which must be the numbers of rows and columns of a block of weights."""
     if isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block):
         return block
     raise ValueError(f"{name}={block!r:.80}: must be two positive integers")

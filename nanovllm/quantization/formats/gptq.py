@@ -1,7 +1,7 @@
 """Reads the format GPTQ (arXiv:2210.17323): 4-bit integers, packed along the inputs of a layer.
 
-If `desc_act` is true, the tensor `g_idx` contains the group of each input. Zero points are packed along the outputs. In
-version 1, checkpoints store zero points minus 1.
+If `desc_act` is true, the tensor `g_idx` contains the group of each input. Zero points are packed along the outputs.
+Version 1 of the format stores each zero point minus 1.
 """
 
 from pathlib import Path

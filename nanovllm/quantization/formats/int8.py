@@ -1,7 +1,7 @@
-"""Implements `quantization="int8"`: weights become 8-bit integers. Each output has a scale.
+"""Implements `quantization="int8"`: weights become 8-bit integers. Each output of a layer has a scale.
 
-Activations are not quantized. This module is a good start for a new format: loaders and kernels support any 8-bit
-values with scales.
+Activations are not quantized. This module is a good template for a new format, because loaders and kernels support any
+8-bit values with scales.
 """
 
 import torch

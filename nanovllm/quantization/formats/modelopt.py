@@ -34,7 +34,7 @@ def read_config(raw: dict, file: Path) -> QuantConfig:
 
 
 def _read(raw: dict, where: str) -> QuantConfig:
-    """Read the description of a quantization. Errors begin with `where`."""
+    """Read a JSON object that describes how the weights are quantized. Error messages begin with `where`."""
     check_choice(f"{where}: quant_algo", algorithm := raw.get("quant_algo"), ("NVFP4", "FP8"))
     check_unread(where, raw, UNREAD)
     bits, sizes = (8, (None,)) if algorithm == "FP8" else (4, (None, 16))

@@ -1,4 +1,4 @@
-"""Reads MXFP4 in the form of gpt-oss: e2m1 values, and a power of two as the scale of each group of 32 inputs.
+"""Reads MXFP4 as gpt-oss stores it: e2m1 values, and a power of two as the scale of each group of 32 inputs.
 
 One tensor contains all experts of a layer. Other layers are not quantized.
 """

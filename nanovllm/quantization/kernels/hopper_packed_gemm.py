@@ -1,13 +1,13 @@
 """Computes y = x W^T with 4-bit W and up to 512 rows of x. The kernel is written in Gluon for Hopper.
 
-packed.py defines the layout of W. A block has 128 inputs. One warp loads blocks, and each of two warpgroups multiplies
-64 rows of W by all tokens of a tile. The two warpgroups multiply different rows of W, or they share rows and take turns
-at the blocks. If warpgroups share rows, more programs run, which keeps all multiprocessors busy even if there are few
-tokens.
+packed.py defines the layout of W. A block contains 128 inputs of W. One warp loads blocks, and each of two warpgroups
+multiplies 64 rows of W by all tokens of a tile. The two warpgroups either multiply different rows of W, or share the
+same rows and process alternate blocks. If warpgroups share rows, more programs run, which keeps all multiprocessors
+busy even if there are few tokens.
 
-The first operand of a warpgroup's matmuls is in registers, so weights are converted in registers. A warpgroup converts
-the second half of a block while the tensor cores multiply the first half. Each thread converts the codes that it has
-loaded.
+Weights are converted in registers, because the first operand of a warpgroup's matmuls is in registers. A warpgroup
+converts the second half of a block while the tensor cores multiply the first half. Each thread converts the codes that
+it has loaded.
 """
 
 from typing import NamedTuple
@@ -97,8 +97,8 @@ def load_blocks(tiles, rings, at, steps, PLAN: gl.constexpr):
 def _factors(w_ptrs, n, block, dtype: gl.constexpr, PLAN: gl.constexpr):
     """Load the scales of a block's groups for rows `n` of W. Also load the numbers that are added to the codes.
 
-    If the last block has fewer groups, the scales of missing groups are 0. If `block` is after the last block, return
-    the last block's factors.
+    If the last block has fewer groups, the scales of the missing groups are 0. If `block` is beyond the last block,
+    return the factors of the last block.
     """
     GROUPS: gl.constexpr = PLAN.groups
     LAST: gl.constexpr = (PLAN.weight.groups - 1) // GROUPS * GROUPS
@@ -146,10 +146,10 @@ def _weights(words, factors, HALF: gl.constexpr, dtype: gl.constexpr, PLAN: gl.c
 def multiply_blocks(rings, sharing, w_ptrs, row, end_row, blocks, G: gl.constexpr, PLAN: gl.constexpr):
     """Return a warpgroup's sums [64, tokens]. If warpgroups share rows, only the first warpgroup has valid sums.
 
-    The program begins at row `row` of W. Rows from `end_row` on must not be read.
+    The program's first row of W is `row`. The program must not read row `end_row` of W or any later row.
 
-    If warpgroups share rows, they use different buffers. In a common buffer, every second use would have the same
-    parity, so a waiting warpgroup could miss its turn.
+    If warpgroups share rows, they use different buffers. With a common buffer, each warpgroup would wait for every
+    second use of the buffer. Every second use has the same barrier parity, so a waiting warpgroup could miss its turn.
     """
     words_ring, xs, full, empty = rings
     block, steps = blocks
@@ -271,7 +271,10 @@ def plan_of(weight, dtype: torch.dtype, tile: HopperTile) -> tuple[tuple, Plan]:
 
 
 def hopper_packed_gemm(x: torch.Tensor, weight, tile: HopperTile, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute `packed_gemm` [split_k, M, N]. x [M, K] has 16 bits. The weight [N, K] has contiguous groups."""
+    """Compute `packed_gemm`, which returns [split_k, M, N]. The values of x [M, K] have 16 bits.
+
+    The weight [N, K] has contiguous groups.
+    """
     m, n = len(x), len(weight.words)
     out = torch.empty((tile.split_k, m, n), dtype=x.dtype, device=x.device) if out is None else out
     pointers, plan = plan_of(weight, x.dtype, tile)

@@ -2,8 +2,8 @@
 
 In x, each group of 128 inputs in a row has a scale. In W, each 128 x 128 block has a scale. One warpgroup loads tiles,
 and one or two warpgroups multiply them. The sum over 128 inputs is scaled, and then added to float32 accumulators, as
-in hopper_product.py. The loading warpgroup also multiplies the scales of x by the scales of W. The other warpgroups
-have no free registers, because the largest tiles have 256 x 192 accumulators.
+in hopper_product.py. The loading warpgroup also multiplies the scales of x by the scales of W. The multiplying
+warpgroups have no free registers, because the largest tiles have 256 x 192 accumulators.
 """
 
 from typing import NamedTuple
@@ -69,7 +69,7 @@ def _place(tile, sizes, PLAN: gl.constexpr):
 
 @gluon.jit
 def _load_weights(w_tiles, rings, i, n, block, X_ROWS: gl.constexpr, PLAN: gl.constexpr):
-    """Load the weights of a burst of blocks. The burst begins with the i-th block."""
+    """Load the weights of the next PLAN.burst blocks, which begin with the i-th block."""
     _, w_ring, _, full, empty = rings
     BURST: gl.constexpr = PLAN.burst
     CHUNKS: gl.constexpr = PLAN.chunks
@@ -86,7 +86,7 @@ def _load_weights(w_tiles, rings, i, n, block, X_ROWS: gl.constexpr, PLAN: gl.co
 
 @gluon.jit
 def _load_scales(scale_ptrs, row, n, block, sizes, PLAN: gl.constexpr):
-    """Load the scales of a block of inputs. The scales are those of the tile's rows and of its two weight blocks."""
+    """Load the scales of the tile's rows and of the tile's two weight blocks, for a block of inputs."""
     x_ptr, w_ptr, stride = scale_ptrs
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     block = gl.minimum(block, PLAN.k_blocks - 1)
@@ -173,7 +173,7 @@ def _store(out_ptr, sums, row, n, sizes):
 
 @gluon.jit
 def _multiply(out_ptr, rings, sizes, G: gl.constexpr, PLAN: gl.constexpr):
-    """Run a multiplying warpgroup. In each tile, it multiplies its own rows by all weights of the tile."""
+    """Run a multiplying warpgroup. In each tile, the warpgroup multiplies its own rows by all weights of the tile."""
     zeros = gl.full([WIDTH, WIDTH], 0.0, gl.float32, SUMS)
     COUNT: gl.constexpr = PLAN.parts * PLAN.chunks
     stage, phase = 0, 0
@@ -249,7 +249,10 @@ def _plan(tile: HopperTile, k: int) -> Plan:
 def hopper_scaled_gemm(
     x: QuantizedRows, values: torch.Tensor, scales: torch.Tensor, tile: HopperTile, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute `split_k_gemm` [split_k, M, N]. x [M, K] and the weight [N, K] have 8 bits and scales."""
+    """Compute `split_k_gemm`, which returns [split_k, M, N].
+
+    x [M, K] and the weight [N, K] consist of 8-bit values with scales.
+    """
     m, (n, k) = len(x), values.shape
     out = torch.empty((tile.split_k, m, n), dtype=x.dtype, device=values.device) if out is None else out
     x_tiles, w_tiles = tiles_of(x.values, 32 if m <= 32 else 64, 128), tiles_of(values, 64, 128)

@@ -1,4 +1,4 @@
-"""Selects a kernel by the number of rows. The kernels are for matmuls with 8-bit weights."""
+"""Selects the kernel of a matmul with 8-bit weights by the number of rows."""
 
 import triton
 
@@ -47,7 +47,7 @@ def best_scaled_split_k(values, scales, num_rows, max_split_k, max_rows=None):
 
 
 def swiglu_quantize(x: QuantizedRows, values, scales) -> QuantizedRows:
-    """Return `silu_and_mul_quantize(x W^T)`, which is [M, N / 2]. SWIGLU_GROUP results share a scale.
+    """Return `silu_and_mul_quantize(x W^T)`, which is [M, N / 2]. Each group of SWIGLU_GROUP results shares a scale.
 
     The outputs of the gate and up projections are not rounded before SwiGLU. Return NotImplemented if no kernel
     supports the arguments, or if there are too few rows to fill the GPU.

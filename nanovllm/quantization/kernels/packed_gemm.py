@@ -1,7 +1,7 @@
 """Computes y = x W^T with 4-bit W, for any number of rows. Also converts W to the dtype of the activations.
 
-packed.py defines the layout of W. A tile contains 16 words of each row of W. These words consist of eight slices of 16
-adjacent inputs. `tl.dot` multiplies one slice at a time, so that threads need not exchange codes.
+packed.py defines the layout of W. A tile contains 16 words of each of its rows of W. The 16 words consist of eight
+slices of 16 adjacent inputs. `tl.dot` multiplies one slice at a time, so that threads need not exchange codes.
 """
 
 from functools import cache
@@ -28,7 +28,7 @@ INPUTS = tl.constexpr(128)  # inputs per tile
 
 
 class PackedShape(NamedTuple):
-    """A weight's sizes and format, and the tile sizes, as constants of a kernel."""
+    """Contains the constants of a kernel: the sizes and the format of a weight, and the tile sizes."""
 
     k: int
     words: int  # per row
@@ -46,15 +46,15 @@ class PackedShape(NamedTuple):
 
 @cache
 def assembly_of(is_e2m1: bool, dtype: torch.dtype, is_scaled_later: bool = False) -> tuple[str, ...]:
-    """Return a list with the instructions that convert each slice of a tile.
+    """Return, for each slice of a tile, the instructions that convert the slice.
 
-    There are half as many instructions as the compiler would use.
+    The compiler would use twice as many instructions.
 
     $1 and $2 are adjacent words. $0 receives the values of both words as a pair of 16-bit numbers, plus the pair $3.
     `prmt` combines halves of both words, so that the next instructions extract both codes together. The bits of an
-    integer replace the last bits of 128 (bfloat16) or 1024 (float16), and $3 subtracts this number again. The bits of
-    an e2m1 number become the bits of a number with a smaller exponent. The new number is then multiplied by a power of
-    two. If `is_scaled_later` is True, the caller multiplies by this power of two.
+    integer replace the last bits of the number 128 (bfloat16) or 1024 (float16). Adding $3 subtracts 128 or 1024 again.
+    The bits of an e2m1 number become the bits of a number whose exponent is too small. A multiplication by a power of
+    two corrects the exponent. If `is_scaled_later` is True, the caller multiplies by the power of two.
     """
     is_half = dtype == torch.float16
     kind = "f16x2" if is_half else "bf16x2"
@@ -82,7 +82,10 @@ def assembly_of(is_e2m1: bool, dtype: torch.dtype, is_scaled_later: bool = False
 
 @triton.jit
 def _slice(words, zeros, j: tl.constexpr, dtype: tl.constexpr, SHAPE: tl.constexpr):
-    """Return slice j of a tile of words [rows, WORDS]. The result contains values minus zero points, in `dtype`."""
+    """Return slice j of a tile of words [rows, WORDS].
+
+    The result contains the values minus their zero points, in `dtype`.
+    """
     if len(SHAPE.assembly) > 0:
         if SHAPE.is_e2m1:
             summand = tl.full([1, 1], 0.0, dtype)
@@ -106,7 +109,7 @@ def _slice(words, zeros, j: tl.constexpr, dtype: tl.constexpr, SHAPE: tl.constex
 def _scales_and_zeros(w_ptrs, row, is_row, first_k, SHAPE: tl.constexpr):
     """Load the scales and zero points of the slice that begins at input `first_k`, as float32 [rows, 1].
 
-    If groups are not contiguous, the shape is [rows, WORDS].
+    If the inputs of a group are not contiguous, the shape is [rows, WORDS].
     """
     _, scale_ptr, zero_ptr, _, ids_ptr = w_ptrs
     if ids_ptr is not None:
@@ -132,9 +135,10 @@ def _scales_and_zeros(w_ptrs, row, is_row, first_k, SHAPE: tl.constexpr):
 
 @triton.jit
 def add_packed_product(acc, x_ptr, x_row, is_x_row, w_ptrs, row, is_row, first, end, SHAPE: tl.constexpr):
-    """Return acc + W x^T over words `first` to `end`, which is [tile_n, tile_m]. `row` and `x_row` are rows of W and x.
+    """Return acc + W x^T, which is [tile_n, tile_m]. The product is computed over words `first` to `end` of W.
 
-    `w_ptrs` points to words, scales, zero points, row factors, and group ids. The caller applies the row factors.
+    `row` contains the tile's rows of W, and `x_row` its rows of x. `w_ptrs` points to words, scales, zero points, row
+    factors, and group ids. The caller applies the row factors.
     """
     IS_CONTIGUOUS: tl.constexpr = w_ptrs[4] is None
     GROUPS: tl.constexpr = INPUTS // SHAPE.group_size if IS_CONTIGUOUS and SHAPE.group_size < INPUTS else 1  # per tile
@@ -166,7 +170,7 @@ def add_packed_product(acc, x_ptr, x_row, is_x_row, w_ptrs, row, is_row, first, 
 
 @triton.jit
 def times_row_scales(y, w_ptrs, row, is_row):
-    """Multiply y [tile_n, tile_m] by the factors of the weight's rows, if there are any."""
+    """If the rows of the weight have factors, multiply y [tile_n, tile_m] by the factors."""
     if w_ptrs[3] is not None:
         y *= tl.load(w_ptrs[3] + row, is_row, 0.0)[:, None]
     return y
@@ -227,7 +231,8 @@ def packed_operands(weight, dtype: torch.dtype, tiles: Tiles = WHOLE, split_k: i
 def packed_tiles(num_rows: int) -> Tiles:
     """Return the tile sizes for x with `num_rows` rows.
 
-    If there are few rows, a program has one warp, which needs no barriers. Otherwise, wide tiles read x less often.
+    If there are few rows, a program has one warp, which needs no barriers. If there are many rows, tiles are wide, so
+    that x is read less often.
     """
     tile_m = min(LARGE_TILE_M, max(FEW_ROWS, triton.next_power_of_2(num_rows)))
     if tile_m <= 16:
@@ -238,7 +243,10 @@ def packed_tiles(num_rows: int) -> Tiles:
 def packed_gemm(
     x: torch.Tensor, weight, split_k: int = 1, out: torch.Tensor | None = None, tiles: Tiles | None = None
 ) -> torch.Tensor:
-    """Return summands of x W^T in `out` [split_k, M, N]. x [M, K] and the Packed weight [N, K] are contiguous."""
+    """Return the partial sums of x W^T in `out` [split_k, M, N].
+
+    x [M, K] and the Packed weight [N, K] are contiguous.
+    """
     m, n = len(x), len(weight.words)
     out = torch.empty((split_k, m, n), dtype=x.dtype, device=x.device) if out is None else out
     tiles = tiles or packed_tiles(m)

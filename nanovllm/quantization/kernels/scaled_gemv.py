@@ -1,8 +1,7 @@
 """Computes y = x W^T + b, where x is a single row, and W has 8 bits and block scales.
 
-8-bit weights arrive twice as fast as the 16-bit weights in gemv.py, and they must be converted. The number of
-instructions therefore matters. The preceding norm is not fused, because every program would spend instructions on the
-same norm.
+The number of instructions matters, because 8-bit weights arrive twice as fast as the 16-bit weights in gemv.py, and
+must be converted. The preceding norm is not fused, because every program would spend instructions on the same norm.
 """
 
 import torch
@@ -25,11 +24,11 @@ SHORT = 2**24  # a matmul with at most this many weights is short
 
 @triton.jit
 def _load_tile(w_ptrs, first_n, k, is_column, N, SHAPE: tl.constexpr, ROWS: tl.constexpr, MATRICES: tl.constexpr):
-    """Return a tile with ROWS rows of weights. Also return the results' factors and biases [ROWS, MATRICES].
+    """Return a tile with ROWS rows of weights.
 
-    The tile begins at row `first_n`, and is [ROWS, MATRICES, parts, lane], with zeros where `is_column` is False. If
-    there are no scales, the factors are 1. If there is no bias, the biases are 0. `k` and `is_column` are [parts,
-    lane].
+    Also return the factors and the biases of the results, which are [ROWS, MATRICES]. The tile begins at row `first_n`,
+    and is [ROWS, MATRICES, parts, lane], with zeros where `is_column` is False. If there are no scales, the factors are
+    1. If there is no bias, the biases are 0. `k` and `is_column` are [parts, lane].
     """
     w_ptr, scale_ptr, bias_ptr = w_ptrs
     n = tl.minimum(first_n + tl.arange(0, ROWS), N - 1)  # instead of a mask, which would cost registers and time
@@ -116,11 +115,11 @@ def scaled_gemv(
     """Return x W^T + bias, which is [1, N]. x is [1, K], and bias is [N].
 
     `weight` is (values [N, K], scales [N / block rows, K / block columns]), and all tensors are contiguous. If blocks
-    are narrower than K, the sides of a block are powers of two.
+    are narrower than K, both sides of a block must be powers of two.
 
     If `act` is given, W is [2 * N, K], bias is [2 * N], and the result is the gated activation of all outputs. No block
-    may contain rows of both halves of W. If `split_k` > 1, return summands [split_k, 1, N] of x W^T. `act` and `bias`
-    are then not applied. `out` [split_k, 1, N] receives the result.
+    may contain rows of both halves of W. If `split_k` > 1, return partial sums [split_k, 1, N] of x W^T, without
+    applying `act` and `bias`. `out` [split_k, 1, N] receives the result.
     """
     assert split_k == 1 or (act is None and bias is None)
     matrices, (values, scales) = 2 if act else 1, weight

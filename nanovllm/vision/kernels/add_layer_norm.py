@@ -1,4 +1,4 @@
-"""Adds the residual of a vision tower's block, and computes the layer norm of the sum."""
+"""Adds the residual in a block of the vision tower, and computes the layer norm of the sum."""
 
 import torch
 import triton
@@ -34,7 +34,10 @@ def _add_layer_norm_kernel(x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, N
 def add_layer_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the layer norm of x + residual, and the sum, which overwrites `residual`. See vision/tower.py."""
+    """Return the layer norm of x + residual, and the sum x + residual, which overwrites `residual`.
+
+    See vision/tower.py.
+    """
     if not (x.is_contiguous() and residual.is_contiguous()):
         return NotImplemented
     out = torch.empty_like(x)

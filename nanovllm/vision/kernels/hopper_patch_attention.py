@@ -1,8 +1,8 @@
-"""Attention of patches for Hopper, written in Gluon. The kernel is like the kernel of kernels/hopper/hopper_prefill.py.
+"""Computes the attention of image patches on Hopper. The kernel is written in Gluon, like hopper_prefill.py.
 
-Towers have heads of 72, but the sizes of tiles are powers of two. So each tile of queries, keys or values has a wide
-part of 64 columns, and a second part of 16 columns. (A library's kernel computes as if the heads had 128 columns.) The
-second part is filled up with zeros.
+The heads of vision towers have 72 columns, but the sizes of tiles are powers of two. Each tile of queries, keys or
+values therefore has a wide part of 64 columns and a second part of 16 columns. The second part is filled up with zeros.
+A library's attention kernel would compute as if the heads had 128 columns.
 """
 
 from typing import NamedTuple
@@ -36,7 +36,7 @@ class Shape(NamedTuple):
 def _work(index, count, SHAPE: gl.constexpr):
     """Return the image, the head and the first patch of a tile of queries. `count` is the number of tiles of an image.
 
-    Adjacent tiles have the same head of the same image, so that programs share keys and values.
+    Adjacent tiles belong to the same head of the same image, so that programs share keys and values.
     """
     column = index // count
     return column // SHAPE.heads, column % SHAPE.heads, index % count * SHAPE.tile
@@ -44,7 +44,10 @@ def _work(index, count, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _load(ring, buffer, use, tiles, image, patch, column):
-    """Wait until `buffer` is free, then start to load both parts of a tile. `use` counts the loads into `buffer`."""
+    """Wait until `buffer` is free, and then start to load both parts of a tile.
+
+    `use` counts the loads into `buffer`.
+    """
     wide, rest, full, empty = ring
     wide_tiles, rest_tiles = tiles
     mbarrier.wait(empty.index(buffer), (use & 1) ^ 1)
@@ -55,7 +58,7 @@ def _load(ring, buffer, use, tiles, image, patch, column):
 
 @gluon.jit
 def _load_tiles(tiles, rings, num_images, num_patches, SHAPE: gl.constexpr):
-    """Run the loading warp: load queries, then keys and values from the last tile to the first."""
+    """Run the loading warp, which loads queries, and then keys and values from the last tile to the first tile."""
     queries, keys, values = rings
     count = (num_patches + SHAPE.tile - 1) // SHAPE.tile
     index, n, i = gl.program_id(0), 0, 0
@@ -101,13 +104,16 @@ def _add_values(sums, p, values, i):
 
 @gluon.jit
 def _scaled(sums, factor):
-    """Multiply each row of `sums` by its factor."""
+    """Multiply each row of `sums` by the row's factor."""
     return sums * gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout))[:, None]
 
 
 @gluon.jit
 def _store(out_ptr, sums, work, row, num_patches, FIRST: gl.constexpr, SHAPE: gl.constexpr):
-    """Store sums [64, columns] as the elements of a head, from FIRST on. `row` is the index in a tile of queries."""
+    """Store sums [64, columns] as the elements of a head, beginning with element FIRST.
+
+    `row` is the first row's index in a tile of queries.
+    """
     image, head, patch = work
     ROWS: gl.constexpr = rows_of(sums.shape[1])
     out = gl.convert_layout(sums.to(out_ptr.dtype.element_ty), ROWS)
@@ -193,7 +199,7 @@ def _patch_attention_kernel(
 
 
 def attend(qkv: torch.Tensor) -> torch.Tensor:
-    """Compute `patch_attention` (see vision/tower.py) of a contiguous 16-bit tensor with heads of 72 or 80."""
+    """Compute `patch_attention` (see vision/tower.py) of a contiguous 16-bit tensor with heads of 72 or 80 columns."""
     num_images, num_patches, _, heads, head_dim = qkv.shape
     out = torch.empty(num_images, num_patches, heads * head_dim, device=qkv.device, dtype=qkv.dtype)
     tiles = (tiles_of(qkv.flatten(2, 3), 1, TILE.value, 1, columns.value) for columns in (WIDE, REST))

@@ -1,4 +1,4 @@
-"""GELU as the epilogue of a library's matmul."""
+"""Computes GELU as the epilogue of a library's matmul."""
 
 import torch
 
