@@ -335,9 +335,9 @@ class TieredStates(TieredBlockManager, StateBlockManager):
         super().drop_snapshot(block_id, row)
 
     def _snapshot(self, block_id: int, row: int) -> list[CachedBlock]:
-        """Return a list with the snapshot at the end of a block.
+        """Return the snapshot of the state after a block, as a list of one element.
 
-        If no launched step has written the snapshot, the list is empty.
+        If no launched step has written the snapshot, return an empty list.
         """
         block, state_id = self.blocks[block_id], self.num_blocks + row
         return [] if state_id in self._in_copies else [CachedBlock(~block.hash, block.token_ids, (state_id,))]

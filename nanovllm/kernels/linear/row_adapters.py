@@ -25,8 +25,9 @@ MIN_COLUMNS = 64  # so that each element of a tile belongs to one thread: see `l
 class RowAdapters(NamedTuple):
     """The adapters of up to MAX_ROWS rows of a step.
 
-    The linear layer may merge several layers. An adapter has one part for each merged layer. A rank of 0 means that the
-    adapter does not change the part's outputs. All outputs that a program computes must belong to one part.
+    The linear layer may consist of several merged layers, such as q, k and v. An adapter has one part for each of the
+    layers that were merged. A rank of 0 means that the adapter does not change the part's outputs. All outputs that a
+    program computes must belong to a single part.
     """
 
     x: torch.Tensor  # [T, inputs]
