@@ -9,8 +9,8 @@ import torch
 def block_parts(token_ids: torch.Tensor, caches: dict[Any, list[torch.Tensor]], block_id: int) -> list[torch.Tensor]:
     """Return views of everything that the cache stores for a block or a state. `copy_blocks` explains the arguments.
 
-    For a block, the views are its token ids and tensors [*, layers, *] of each group of layers. A state has only
-    tensors, and no token ids.
+    The views of a block are the block's token ids and, for each group of layers, one tensor [*, layers, *] or several.
+    A state has no token ids.
     """
     of_states, num_blocks = block_id >= len(token_ids), len(token_ids)
     tensors = [tensor for spec, found in caches.items() if spec.of_states == of_states for tensor in found]

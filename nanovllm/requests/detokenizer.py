@@ -16,7 +16,7 @@ _BYTES |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*
 
 
 class TokenBytes(dict[int, bytes]):
-    """Maps a token id to the bytes that the token has in the middle of a text.
+    """Maps a token id to the token's bytes in the middle of a text. (At the start of a text, a token may lose a space.)
 
     If an id has no text, the bytes are b"".
     """

@@ -1,4 +1,4 @@
-"""Translates the request fields that define an answer's structure to `SamplingParams.structured_outputs`."""
+"""Makes `SamplingParams.structured_outputs` from the request fields that define the structure of an answer."""
 
 from typing import Any
 
@@ -69,8 +69,8 @@ def _of_tool_choice(body: ChatBody) -> dict[str, Any] | None:
 def _call_schema(tool: Tool, uri: str) -> dict[str, Any]:
     """Return the schema of a call.
 
-    uri: the `$id` of the parameters' schema. With this `$id`, references such as `#/$defs/Item` refer to the
-        parameters' schema.
+    uri: the `$id` of the parameters' schema. Because of this `$id`, a reference such as `#/$defs/Item` is looked up in
+        the parameters' schema, and not in the schema of the whole call.
     """
     # without $schema, the newest draft applies; in drafts before 2019-09, a `$ref` would hide the `$id` next to it
     parameters = {name: value for name, value in _parameters(tool).items() if name != "$schema"} | {"$id": uri}

@@ -433,7 +433,7 @@ class JsonScanner:
     def end(self, text: str) -> int | None:
         """Return the index where the JSON ends, or None if `text` does not contain the end.
 
-        `text` must begin with the `text` that was passed to `end` before. Raises ValueError if `text` is not JSON.
+        `text` must begin with the text of the previous call. Raises ValueError if `text` is not JSON.
         """
         while not self._is_in_string or self._passes_string(text):
             match: Any = self._NEXT.match(text, self._place)

@@ -62,7 +62,7 @@ def place_chains(
     num_computed: torch.Tensor,
     shape: ChainShape,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the places where a drafter computes the rows of D sequences, and where it reads and writes their tokens.
+    """Return positions and cache slots for the rows that a drafter computes for D sequences.
 
     The first tensors describe all rows [R], ordered by step:
 

@@ -166,7 +166,7 @@ class FrontClient(EngineClient):
     def _receive(self) -> None:
         """Process all messages that have arrived.
 
-        Each stream gets one piece, even if the messages come from several steps.
+        If messages of several steps have arrived, each stream gets all its new text as one piece.
         """
         self._is_told = False
         self._has_started.set()
