@@ -3,8 +3,8 @@
 `place_decodes` and `accept` are defined in batches/request_tables.py, and `place_chains` in spec_decode/rows.py.
 
 The kernels in this file do not use dependent launch. Before attention waits, it reads the slots, lengths and block
-tables that `place_decodes` has written. The early reads of attention are safe, because the embedding kernel, an ordinary
-launch, runs between `place_decodes` and attention (see dependent_launch.py).
+tables that `place_decodes` has written. The early reads of attention are safe, because the embedding kernel, which
+does not use dependent launch either, runs between `place_decodes` and attention (see dependent_launch.py).
 """
 
 import torch
