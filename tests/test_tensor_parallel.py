@@ -301,6 +301,17 @@ def test_a_reader_that_does_not_read(channel):
     channel.send((0,) * HEADER, step, timeout=SOON)  # it gives up waiting for readers that are gone
 
 
+def test_a_message_whose_header_is_too_long(channel):
+    """It is refused, and the channel still works."""
+    with pytest.raises(ValueError, match="a message's header has .* bytes: must be at most 2044"):
+        channel.send("x" * 4 * HEADER, np.zeros(4, np.int32), timeout=0.1)
+    channel.send("x" * 2000, np.arange(4, dtype=np.int32), timeout=0.1)
+    for reader in range(2):
+        with StepReader(channel.fds_of(reader), LARGEST).receive() as (message, words):
+            assert message == "x" * 2000 and words[:4].tolist() == [0, 1, 2, 3]
+        del words
+
+
 def test_a_channel_has_no_name_and_leaves_no_descriptor():
     before = os.listdir("/proc/self/fd")
     channel = StepChannel(capacity=LARGEST, num_readers=2)

@@ -656,6 +656,15 @@ def test_two_ranks(make_vision, checkpoint, name):
     Reference(checkpoint(name)[1], llm).check(prompts, generate_by_steps(llm, zip(prompts, params)))
 
 
+@pytest.mark.usefixtures("forked_ranks")
+def test_many_images_on_two_ranks(make_vision, checkpoint):
+    """Messages to the other rank have a header of constant size, however many images are encoded together."""
+    llm = make_vision(tensor_parallel_size=2)
+    prompt = with_images(random.Random(0), *(picture(8 + 8 * (i % 3), 8, i) for i in range(80)), between=0)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=0)
+    Reference(checkpoint("qwen3_vl")[1], llm).check([prompt], llm.generate(prompt, params, use_tqdm=False))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter")
 @pytest.mark.parametrize("name", DENSE)
 @pytest.mark.parametrize("has_kernels", [False, True])

@@ -47,9 +47,12 @@ class StepChannel:
     def send(self, shape: Any, words: np.ndarray, timeout: float) -> None:
         """Send a batch's BatchShape and words. In other messages, `shape` is any object that can be pickled.
 
-        Raises RuntimeError if a reader frees no buffer for `timeout` seconds. If an error is raised, no reader gets the
-        message.
+        Raises RuntimeError if a reader frees no buffer for `timeout` seconds, and ValueError if the pickled shape does
+        not fit into the header. If an error is raised, no reader gets the message.
         """
+        pickled = pickle.dumps(tuple(shape) if isinstance(shape, BatchShape) else shape)
+        if len(pickled) > 4 * (HEADER - 1):
+            raise ValueError(f"a message's header has {len(pickled)} bytes: must be at most {4 * (HEADER - 1)}")
         for rank, free in enumerate(self._free, 1):
             poll = select.poll()
             poll.register(free, select.POLLIN)
@@ -57,7 +60,7 @@ class StepChannel:
                 raise RuntimeError(f"rank {rank} has taken no step for {timeout:.0f} s")
         for free in self._free:
             os.eventfd_read(free)
-        buffer, pickled = next(self._buffers), pickle.dumps(tuple(shape) if isinstance(shape, BatchShape) else shape)
+        buffer = next(self._buffers)
         buffer[0] = len(pickled)
         buffer.view(np.uint8)[4 : 4 + len(pickled)] = np.frombuffer(pickled, np.uint8)
         buffer[HEADER : HEADER + len(words)] = words

@@ -1,8 +1,8 @@
 """Prepares an engine's scheduler and prefix cache for images. Sends images to the other ranks."""
 
+import pickle
 from functools import partial
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,25 +15,18 @@ from nanovllm.vision.image_budget import ImageScheduler, cost_of_image
 from nanovllm.vision.prompt_images import PromptImage
 
 
-class ImagePart(NamedTuple):
-    """A part of a message to another rank. The rank computes embeddings of images when all parts have arrived.
+class ImagePart(TensorPart):
+    """A part of a message to another rank. When all parts have arrived, the rank computes embeddings of images.
 
-    All parts together contain the pixels of `images`, and the digests of images that the rank drops to free memory. The
-    objects in `images` contain no pixels.
+    Together, the parts contain the pickled arguments of `ImageStore.add`. They are not fields of this class, because
+    the class is pickled into a message's header, which has a constant size.
     """
 
-    images: list[PromptImage]
-    num_bytes: list[int]  # of each image's pixels
-    part: TensorPart
-
     def receive(self, words: np.ndarray, runner: Any, incoming: dict[Any, Any]) -> None:
-        if (tensor := self.part.join(words, incoming)) is not None:
-            data, size = tensor.numpy().tobytes(), len(self.images[0].digest)
-            *begins, end = accumulate(self.num_bytes, initial=0)
-            pixels = [data[begin : begin + n] for begin, n in zip(begins, self.num_bytes)]
-            leaving = [data[i : i + size] for i in range(end, len(data), size)]
+        if (tensor := self.join(words, incoming)) is not None:
+            images, leaving = pickle.loads(tensor.numpy())
             with runner.on_device():
-                runner.images.add([image._replace(pixels=x) for image, x in zip(self.images, pixels)], leaving)
+                runner.images.add(images, leaving)
 
 
 def use_images(engine: Engine) -> None:
@@ -52,7 +45,5 @@ def use_images(engine: Engine) -> None:
 
 
 def _tell_ranks(engine: Engine, images: list[PromptImage], leaving: list[bytes]) -> None:
-    data = b"".join([*(image.pixels for image in images), *leaving])
-    without_pixels = [image._replace(pixels=b"") for image in images]
-    make_part = partial(ImagePart, without_pixels, [len(image.pixels) for image in images])
-    engine.workers.send_tensor(make_part, "images", torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    data = bytearray(pickle.dumps((images, leaving)))
+    engine.workers.send_tensor(ImagePart._make, "images", torch.frombuffer(data, dtype=torch.uint8))
