@@ -499,6 +499,36 @@ def test_images_that_are_encoded_together(make_vision, checkpoint, monkeypatch, 
         assert embeddings.untyped_storage().nbytes() == embeddings.nbytes
 
 
+def test_which_images_are_kept():
+    """The next chunk may begin inside the last image, also if the last image is smaller or larger than others."""
+
+    def tower(groups: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([group.flatten(0, 2)[::64, :1].float()[None] for group in groups], 1)
+
+    def image(num_tokens: int, i: int) -> PromptImage:
+        return PromptImage(bytes([i]) * (num_tokens * 3 * 64), 1, num_tokens, bytes([i]) * 16)
+
+    tower.config = SimpleNamespace(merge_size=2, patch_size=4)
+    store = ImageStore(tower, 10, torch.device("cpu"))
+    large, small, huge = image(8, 0), image(5, 1), image(30, 2)
+    for images, kept in [
+        ([large, small], {large, small}),
+        ([], {small}),
+        ([huge], {huge}),
+        ([], {huge}),
+        ([small], {small}),
+        ([small, large], {small, large}),
+        ([], {large}),
+        ([small, small, huge, large], {small, huge, large}),
+        ([small], {small, large}),  # the last of the previous step stays
+        ([small], {small}),
+    ]:
+        store.require(images)
+        assert {*store._embeddings} == {image.digest for image in kept}
+        for image in kept:
+            assert store[image.digest].eq(image.digest[0]).all() and store[image.digest].shape[1] == image.num_tokens
+
+
 @pytest.mark.parametrize("name", DENSE)
 def test_images_count_in_the_budget(make_vision, monkeypatch, name):
     """A mixed step exceeds the budget by at most one image. What fits is computed in one step."""

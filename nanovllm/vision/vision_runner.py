@@ -63,14 +63,14 @@ class ImageStore:
         """
         needed = {image.digest: image for image in images}
         self._make_room(0, [*needed, *[*self._embeddings][-1:]])
-        for digest in filter(self._embeddings.__contains__, needed):
-            self._embeddings.move_to_end(digest)
-        new = [image for digest, image in needed.items() if digest not in self._embeddings]
-        self._make_room(sum(image.num_tokens for image in new), needed)
+        if new := [image for digest, image in needed.items() if digest not in self._embeddings]:
+            self._make_room(sum(image.num_tokens for image in new), needed)
         for pack in self._packs(new):
             self.tell_ranks(pack, self._cleared)
             self._cleared = []
             self.add(pack)
+        for digest in needed:  # packs have another order
+            self._embeddings.move_to_end(digest)
 
     def _packs(self, images: list[PromptImage]) -> Iterator[list[PromptImage]]:
         """Yield lists of images that are encoded together. In a list, images of the same size are adjacent."""
