@@ -885,7 +885,7 @@ def test_wrong_parts(make_vision, part, kind, match):
 
 def test_images_of_several_prompts(make_vision, monkeypatch, tmp_path):
     """Threads read them at the same time, each image once, in prompts and in conversations."""
-    llm, cut, together = make_vision(), ImageReader.cut, Barrier(2, timeout=20)
+    llm, scale, together = make_vision(), ImageReader.scale, Barrier(2, timeout=20)
     picture(70, 50).save(tmp_path / "a.png")
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, detokenize=False)
 
@@ -900,18 +900,18 @@ def test_images_of_several_prompts(make_vision, monkeypatch, tmp_path):
         outputs = llm.generate(prompts, params, use_tqdm=False)
         return [(output.prompt_token_ids, output.outputs[0].token_ids) for output in outputs]
 
-    def wait_and_cut(self, opened, bounds):
+    def wait_and_scale(self, opened, bounds):
         num_read.append(opened)
         together.wait()  # for another thread
-        return cut(self, opened, bounds)
+        return scale(self, opened, bounds)
 
     alone = [[answer for prompt in kind for answer in answers_of([prompt])] for kind in make_prompts()]
     monkeypatch.setattr(image_prompts, "available_cores", lambda: 4)
-    monkeypatch.setattr(ImageReader, "cut", wait_and_cut)
+    monkeypatch.setattr(ImageReader, "scale", wait_and_scale)
     for kind, expected in zip(make_prompts(), alone):
         num_read: list = []
         assert answers_of([*kind, {"prompt_token_ids": [5, 6]}])[:-1] == expected and len(num_read) == 2
-    monkeypatch.setattr(ImageReader, "cut", cut)
+    monkeypatch.setattr(ImageReader, "scale", scale)
     prompts, _ = make_prompts()
     prompts[1] = with_images(random.Random(1), b"no image")
     with pytest.raises(ValueError, match="multi_modal_data: image: can't be read"):

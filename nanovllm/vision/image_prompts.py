@@ -61,7 +61,7 @@ class ImagePromptReader:
                     if (num_pixels := num_pixels + opened.width * opened.height) > MAX_PROMPT_PIXELS:
                         bound = f"must have at most {MAX_PROMPT_PIXELS} together"
                         raise ValueError(f"the images have at least {num_pixels} pixels: {bound}")
-                    known[source.key] = self.reader.cut(opened, source.bounds)
+                    known[source.key] = self.reader.scale(opened, source.bounds)
                 except (TypeError, ValueError) as error:
                     kind = TypeError if isinstance(error, TypeError) else ValueError  # subclasses take other arguments
                     raise kind(f"{field}: {error}") from error

@@ -48,11 +48,11 @@ class ImageReader:
 
         If `is_trusted` is false, the format must be one of WEB_FORMATS, and a string must be a URL. A URL may name a
         file or another host only if settings allow this. Raises ValueError if the image is broken, too large or too
-        narrow. Raises TypeError for a source that is none of KINDS. `cut` describes `bounds`.
+        narrow. Raises TypeError for a source that is none of KINDS. `scale` describes `bounds`.
         """
-        return self.cut(self.open(source, is_trusted), bounds)
+        return self.scale(self.open(source, is_trusted), bounds)
 
-    def cut(self, opened: Any, bounds: tuple[int, int] | None = None) -> PromptImage:
+    def scale(self, opened: Any, bounds: tuple[int, int] | None = None) -> PromptImage:
         """Decode a PIL image, and scale it. Raises the same ValueErrors as `read`.
 
         bounds: the least and the greatest number of pixels after scaling. The defaults are the bounds in the
