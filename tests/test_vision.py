@@ -39,7 +39,7 @@ from nanovllm.vision.image_budget import cost_of_image
 from nanovllm.vision.image_reader import ImageReader
 from nanovllm.vision.prompt_images import PromptImage, PromptImages, images_in
 from nanovllm.vision.tower import VisionTower, add_layer_norm, patch_attention, rotate_patches
-from nanovllm.vision.vision_runner import ImageStore, VisionRunner
+from nanovllm.vision.vision_runner import ImageStore, VisionRunner, largest_pack
 
 Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("transformers.models.qwen3_vl", reason="transformers before 4.57 does not have Qwen3-VL")
@@ -497,6 +497,26 @@ def test_images_that_are_encoded_together(make_vision, checkpoint, monkeypatch, 
     assert groups == ([[size] for size in sizes] if batch_invariant else [sizes[:2], sizes[2:4], sizes[4:]])
     for embeddings in llm.core.model_runner.images._embeddings.values():
         assert embeddings.untyped_storage().nbytes() == embeddings.nbytes
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_memory_for_images(make_vision, monkeypatch, batch_invariant):
+    """It is measured with as many patches as are ever encoded together, and with images of several sizes."""
+    assert largest_pack(12, 40) == [(4, 3)] * 3 + [(1, 4)]
+    assert largest_pack(10, 20) == [(3, 3)] * 2 + [(1, 2)]
+    assert largest_pack(20, 40) == [(5, 4), (1, 20)]
+    assert largest_pack(30, 40) == [(6, 5), (1, 10)]
+    assert largest_pack(64, 40) == largest_pack(64, 0) == [(8, 8)]
+    packs, add = [], ImageStore.add
+    monkeypatch.setattr(ImageStore, "add", lambda self, images: packs.append(images) or add(self, images))
+    for name in ("memory_allocated", "reset_peak_memory_stats", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    monkeypatch.setattr("nanovllm.vision.vision_runner.MAX_PATCHES", 1200)
+    runner = make_vision(batch_invariant=batch_invariant).core.model_runner
+    # 256 tokens of the largest image, and the stored ones; three levels of 64 numbers in float32
+    assert runner._bytes_of_images() == (256 + runner.config.max_num_batched_tokens) * 3 * 64 * 4
+    assert [[image.num_tokens for image in pack] for pack in packs] == [[256] if batch_invariant else [44, 256]]
+    assert runner.images.num_tokens == 0
 
 
 def test_which_images_are_kept():

@@ -27,6 +27,19 @@ def size_of(image: PromptImage) -> tuple[int, int]:
     return image.rows, image.columns
 
 
+def largest_pack(num_tokens: int, max_tokens: int) -> list[tuple[int, int]]:
+    """Return the rows and columns of images that need the most memory if they are encoded together.
+
+    Each image has at most `num_tokens` tokens. All images together have `max_tokens` tokens, unless one image has more.
+    If there are several images, the last one has another size, because images of several sizes need more memory.
+    """
+    columns = isqrt(num_tokens)
+    rows = num_tokens // columns
+    sizes = [(rows, columns)] * max(1, (max_tokens - 1) // (rows * columns))
+    rest = max_tokens - len(sizes) * rows * columns
+    return sizes + [(1, rest)] * (rest > 0)
+
+
 class ImageStore:
     """Stores the embeddings of images on a rank's device. The keys are the digests of the images.
 
@@ -39,7 +52,7 @@ class ImageStore:
         max_patches: the maximum number of patches of images that are encoded together.
         """
         self._tower, self._max_tokens, self._device = tower, max_tokens, device
-        self._max_patches = max_patches
+        self.max_patches = max_patches
         self._embeddings: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # [1 + layers, tokens, hidden_size]
         self._cleared: list[bytes] = []  # digests that the other ranks must still remove
         # called with the images to encode together, and the digests of the images to remove; see setup.py
@@ -77,7 +90,7 @@ class ImageStore:
         pack, num_patches = list[PromptImage](), 0
         for image in sorted(images, key=size_of):
             patches = image.num_tokens * self._tower.config.merge_size**2
-            if pack and num_patches + patches > self._max_patches:
+            if pack and num_patches + patches > self.max_patches:
                 yield pack
                 pack, num_patches = [], 0
             pack.append(image)
@@ -170,13 +183,11 @@ class VisionRunner(BatchRunner):
     def _bytes_of_images(self) -> int:
         config, vision = self.config, self.config.model_config.vision
         num_tokens = max(1, min(vision.max_image_tokens, config.max_model_len))
-        columns = isqrt(num_tokens)
-        rows = num_tokens // columns
-        pixels = bytes(rows * columns * 3 * (vision.merge_size * vision.patch_size) ** 2)
-        count = max(1, MAX_PATCHES // (rows * columns * vision.merge_size**2))
+        sizes = largest_pack(num_tokens, self.images.max_patches // vision.merge_size**2)
+        token = bytes(3 * (vision.merge_size * vision.patch_size) ** 2)
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        images = [PromptImage(pixels, rows, columns, i.to_bytes(16, "big")) for i in range(count)]
+        images = [PromptImage(prod(size) * token, *size, i.to_bytes(16, "big")) for i, size in enumerate(sizes)]
         self.images.require(images)
         peak = torch.cuda.max_memory_allocated(self.device) - before
         bytes_per_token = self.images[images[0].digest].nbytes // images[0].num_tokens
