@@ -217,8 +217,9 @@ def test_products_have_one_shape(monkeypatch, dtype):
         for num_rows in (0, 1, 15, 16, 17, 50):
             y = linear(x[:num_rows], weight, bias)
             torch.testing.assert_close(y.double(), expected[:num_rows], atol=0.1, rtol=0.02)
+        assert torch.equal(linear(x.view(2, 5, 5, 40), weight, bias), y.view(2, 5, 5, 24)), "other dimensions"
         assert torch.get_num_threads() == 1
-    assert set(seen) == {((ops.ROWS, 40), True, 0, torch.get_num_threads())} and len(seen) == 1 + 1 + 1 + 2 + 4
+    assert set(seen) == {((ops.ROWS, 40), True, 0, torch.get_num_threads())} and len(seen) == 1 + 1 + 1 + 2 + 4 + 4
 
 
 def test_rows_are_sampled_alone(monkeypatch):
