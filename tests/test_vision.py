@@ -38,7 +38,7 @@ from nanovllm.vision import image_prompts, image_sources, image_urls
 from nanovllm.vision.image_budget import cost_of_image
 from nanovllm.vision.image_reader import ImageReader
 from nanovllm.vision.prompt_images import PromptImage, PromptImages, images_in
-from nanovllm.vision.tower import VisionTower, add_layer_norm, patch_attention, rotate_patches
+from nanovllm.vision.tower import VisionTower, add_layer_norm, linear_gelu, patch_attention, rotate_patches
 from nanovllm.vision.vision_runner import ImageStore, VisionRunner, largest_pack
 
 Image = pytest.importorskip("PIL.Image")
@@ -311,6 +311,20 @@ def test_norm_of_sum_on_kernels(num_patches, size, dtype):
         assert_close(found, exact)
     strided = torch.stack((x, x), -1)[..., 0]
     assert (ops.add_layer_norm(strided, residual, weight, bias, 1e-6) is NotImplemented) != strided.is_contiguous()
+
+
+@each_dtype
+@pytest.mark.parametrize("num_patches, inputs, outputs", [(1, 16, 24), (7, 32, 48), (300, 1152, 4304)])
+def test_gelu_of_product(num_patches, inputs, outputs, dtype):
+    """The kernel's GELU is the approximation with tanh. A CPU has no such kernel."""
+    ops = pytest.importorskip("nanovllm.kernels.ops")
+    x, weight, bias = randn(num_patches, inputs, dtype=dtype), randn(outputs, inputs, dtype=dtype), randn(outputs)
+    weight, bias = weight / inputs**0.5, bias.to(dtype)
+    if not x.is_cuda:
+        assert ops.linear_gelu(x, weight, bias) is NotImplemented
+    expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    expected = torch.nn.functional.gelu(expected, approximate="tanh")
+    assert_close(linear_gelu(x, weight, bias), expected)
 
 
 def test_pixels_are_those_of_transformers(make_vision):
