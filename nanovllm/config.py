@@ -55,8 +55,8 @@ class Config:
     enforce_eager: do not use CUDA graphs.
     kvcache_block_size: tokens per cache block, a multiple of 16. The backend "flash" needs a multiple of 256. On CUDA,
         `batch_invariant` needs a multiple of 64.
-    num_kvcache_blocks: the number of cache blocks; by default, as many as fit into memory or, on a CPU, into 1 GiB. If
-        `num_kvcache_blocks` is set, it also limits `max_model_len`.
+    num_kvcache_blocks: the number of cache blocks; by default, as many as fit into memory or, on a CPU, into 1 GiB. A
+        number that is set here also limits `max_model_len`.
     kv_cache_dtype: the format of cached keys and values. "auto" is the setting `dtype`. "fp8" stores e4m3 values with a
         scale for each key and value, and needs the backend "triton" or "sdpa".
     mamba_ssm_cache_dtype: the dtype in which layers with the gated delta rule store their states, one of "float32",

@@ -550,6 +550,7 @@ def test_every_kernel_has_a_kind():
     assert {name for name in names if profiling.kind_of(name) == profiling.REST} == {
         *("_copy_from_host_kernel", "_copy_to_host_kernel", "_place_decodes_kernel", "_place_chains_kernel"),
         *("_accept_kernel", "_embed_shard_kernel", "_max_kernel", "_gather_kernel", "_rotate_kernel"),
+        "_patch_attention_kernel",
     }
 
 

@@ -202,7 +202,7 @@ def test_every_flag_has_help(settings, capsys):
     assert (
         end.value.code == 0
         and "--kvcache-block-size N" in text
-        and "by default 4096, or the model's own limit" in " ".join(text.split())
+        and "by default 4096 or the model's own limit" in " ".join(text.split())
     )
     assert max(map(len, text.splitlines())) <= 110
 
