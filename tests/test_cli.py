@@ -212,7 +212,9 @@ def test_help_is_in_the_words_of_a_shell(command, capsys):
     """No Python, and flags instead of the names of fields; `chat` has a default of its own."""
     with pytest.raises(SystemExit) as end:
         cli.main([command, "--help"])
-    text = " ".join(capsys.readouterr().out.split())
+    lines = capsys.readouterr().out.splitlines()
+    assert not [line for line in lines if re.search(r"--[a-z-]+-$", line)], "a flag of two lines"
+    text = " ".join(" ".join(lines).split())
     assert end.value.code == 0 and "(default: )" not in text
     assert not re.search(r"None|True|False|VALUE|torch\.|priority_key", text)
     assert "value comes first) (default: fcfs)" in text and "also limits --max-model-len" in text

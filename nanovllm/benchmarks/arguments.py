@@ -123,7 +123,7 @@ from nanovllm.benchmarks.sweeps import STEPPED, SWEEPS
 from nanovllm.benchmarks.throughput import WORKLOADS
 from nanovllm.config import Config
 from nanovllm.utils.checks import hint
-from nanovllm.utils.flags import Parser, add_flags, given
+from nanovllm.utils.flags import HelpFormatter, Parser, add_flags, given
 
 OTHERS = "http", "host"  # workloads with separate modules, which do not use `engines/`
 ALONE = *OTHERS, "embed"  # workloads that must be the only one of a run
@@ -143,9 +143,13 @@ USED_BY = {  # the workloads that use a flag
 OWN_FLAGS = "model", "seed"  # not the engine settings of the same names: `seed` is the seed of the requests
 
 
+class Formatter(HelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of the description."""
+
+
 def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """Make the parser. `prog` is the name of the command in help and errors; the default is the name of the script."""
-    parser = Parser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog, description=__doc__, formatter_class=Formatter)
     size = integer(1)
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", default="tiny-qwen3", help="a folder, a hub id, or the bundled tiny-qwen3")

@@ -17,7 +17,7 @@ from nanovllm.config import Config
 from nanovllm.serve.address import announce, reserved_address
 from nanovllm.serve.process import set_up_process
 from nanovllm.serve.settings import ServerSettings
-from nanovllm.utils.flags import Parser, add_flags, given
+from nanovllm.utils.flags import HelpFormatter, Parser, add_flags, given
 from nanovllm.utils.libraries import import_libraries
 from nanovllm.utils.model_files import check_model
 from nanovllm.utils.waiting import waiting_for
@@ -88,7 +88,7 @@ def make_parser() -> tuple[Parser, dict[str, Parser]]:
     parser = Parser("nanovllm", description="LLM inference: an HTTP server, or answers right here.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {nanovllm.__version__}")
     group = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    formatter = partial(argparse.HelpFormatter, max_help_position=32, width=110)
+    formatter = partial(HelpFormatter, max_help_position=32, width=110)
     commands = {
         name: group.add_parser(name, help=text, description=text, formatter_class=formatter)
         for name, text in COMMANDS.items()

@@ -4,6 +4,7 @@ import argparse
 import inspect
 import json
 import re
+import textwrap
 import types
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
@@ -15,6 +16,13 @@ from nanovllm.utils.checks import hint
 # for flags whose last word does not name the value
 METAVARS = {"stop": "TEXT", "uds": "PATH", "speculative_config": "JSON"}
 METAVARS |= {"limit_mm_per_prompt": "JSON", "mm_processor_kwargs": "JSON", "allowed_media_domains": "HOST"}
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Formats help texts. No line ends inside a flag."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
 class Parser(argparse.ArgumentParser):
