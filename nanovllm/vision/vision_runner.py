@@ -37,7 +37,7 @@ def largest_pack(num_tokens: int, max_tokens: int) -> list[tuple[int, int]]:
     rows = num_tokens // columns
     sizes = [(rows, columns)] * max(1, (max_tokens - 1) // (rows * columns))
     rest = max_tokens - len(sizes) * rows * columns
-    return sizes + [(1, rest)] * (rest > 0)
+    return [*sizes, (1, rest)] if rest > 0 else sizes
 
 
 class ImageStore:
@@ -115,16 +115,15 @@ class ImageStore:
         """
         for digest in leaving:
             self._embeddings.pop(digest, None)
+        sizes = [len(image.pixels) for image in images]
         pinned = self._device.type == "cuda"  # otherwise, the copy would wait for all queued steps
-        pixels = torch.empty(sum(len(image.pixels) for image in images), dtype=torch.uint8, pin_memory=pinned)
-        for part, image in zip(pixels.split([len(image.pixels) for image in images]), images):
+        pixels = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
+        for part, image in zip(pixels.split(sizes), images):
             part.numpy()[:] = np.frombuffer(image.pixels, np.uint8)
-        pixels, groups = pixels.to(self._device, non_blocking=True), []
-        for (rows, columns), group in groupby(images, size_of):
-            square = self._tower.config.patch_size * self._tower.config.merge_size
-            shape = len(list(group)), rows * square, columns * square, 3
-            groups.append(pixels[: prod(shape)].view(shape))
-            pixels = pixels[prod(shape) :]
+        side = self._tower.config.patch_size * self._tower.config.merge_size  # of a token, in pixels
+        shapes = [(len([*same]), rows * side, columns * side, 3) for (rows, columns), same in groupby(images, size_of)]
+        parts = pixels.to(self._device, non_blocking=True).split([*map(prod, shapes)])
+        groups = [part.view(shape) for part, shape in zip(parts, shapes)]
         embeddings = self._tower(groups).split([image.num_tokens for image in images], 1)
         for image, own in zip(images, embeddings):
             self._embeddings[image.digest] = own.clone()  # a view would keep the memory of all images

@@ -42,7 +42,7 @@ def rows_of(head_dim):
 
 
 @gluon.constexpr_function
-def lanes():
+def sums_by_thread():
     """Return a layout for [64, 4] tensors, with one value per thread and four threads per row."""
     lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 4])
@@ -145,7 +145,8 @@ def softmax(scores, state, position, key, MASKED: gl.constexpr, SHAPE: gl.conste
     p = gl.exp2(scores * scale - m_new[:, None])
     alpha = gl.exp2(m_i - m_new)
     sums = gl.sum(gl.sum(gl.reshape(p, [64, SHAPE.tile // 8, 4, 2]), 3), 1)
-    l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, lanes()))[:, None] + gl.convert_layout(sums, lanes())
+    SUMS: gl.constexpr = sums_by_thread()
+    l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))[:, None] + gl.convert_layout(sums, SUMS)
     return p, alpha, (m_new, l_i)
 
 
@@ -235,7 +236,7 @@ def _compute(out_ptr, rings, turns, plan, W: gl.constexpr, SHAPE: gl.constexpr):
             _forget_stale(values[0].index(i % 2), key, length, SHAPE)
         scores = hopper.warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(keys[2].index(i % 2), count=1)
-        m_i, l_i = gl.full([64], -1e30, gl.float32, row_of_scores), gl.full([64, 4], 0.0, gl.float32, lanes())
+        m_i, l_i = gl.full([64], -1e30, gl.float32, row_of_scores), gl.full([64, 4], 0.0, gl.float32, sums_by_thread())
         p, _, state = softmax(scores, (m_i, l_i), positions, key, True, SHAPE)
         mbarrier.wait(keys[1].index((i + 1) % 2), (i + 1) // 2 & 1, pred=count > 1)
         sums = gl.full([64, SHAPE.head_dim], 0.0, gl.float32, SUMS), p, state

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from nanovllm.kernels.attention.paged_cache import LOG2_E
-from nanovllm.kernels.hopper.hopper_prefill import lanes, rows_of, softmax
+from nanovllm.kernels.hopper.hopper_prefill import rows_of, softmax, sums_by_thread
 from nanovllm.kernels.hopper.hopper_ring import barriers, buffers, gdc_launch_dependents, gdc_wait, sums_of, tiles_of
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, launch
 from nanovllm.kernels.launch.gpu_features import num_sms
@@ -29,7 +29,7 @@ class Shape(NamedTuple):
     head_dim: int
     scale: float  # the factor of the scores times log2(e), for exp2
     tile: int = TILE.value
-    window: int = 0
+    window: int = 0  # none; `softmax` reads this field
 
 
 @gluon.jit
@@ -143,7 +143,7 @@ def _compute(out_ptr, rings, turns, num_images, num_patches, W: gl.constexpr, SH
         mbarrier.arrive(turns.index(1 - W), count=1)
         scores = hopper.warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(keys[3].index(i % 2), count=1)
-        state = gl.full([64], -1e30, gl.float32, row_of_scores), gl.full([64, 4], 0.0, gl.float32, lanes())
+        state = gl.full([64], -1e30, gl.float32, row_of_scores), gl.full([64, 4], 0.0, gl.float32, sums_by_thread())
         p, _, state = softmax(scores, state, last, (count - 1) * SHAPE.tile, True, SHAPE)  # the last tile may be short
         mbarrier.wait(keys[2].index((i + 1) % 2), (i + 1) // 2 & 1, pred=count > 1)
         wide = gl.full([64, WIDE], 0.0, gl.float32, sums_of(WIDE))
