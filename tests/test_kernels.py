@@ -1,5 +1,6 @@
 """Each Triton kernel against plain PyTorch: on the CUDA device, or in Triton's interpreter where there is none."""
 
+import importlib
 import sys
 from functools import partial
 from itertools import product
@@ -620,6 +621,7 @@ def test_gated_linear_for_hopper(act, num_rows, n, k, dtype):
 
 def test_choose_gated_linear(monkeypatch):
     """Matmul and activation are one kernel if its tiles fill a GPU, here of 10 multiprocessors, about completely."""
+    importlib.import_module("nanovllm.fused.fused_linear")  # tells `activation_of` about modules
     module, calls = "nanovllm.kernels.hopper.hopper_gated", []
     hopper_gated = SimpleNamespace(gated_linear=lambda x, weight, act: calls.append((len(x), act)))
     monkeypatch.setitem(sys.modules, module, hopper_gated)
