@@ -90,7 +90,7 @@ HOUSE = """
   spec_decode/speculation.py spec_decode/draft_model.py spec_decode/draft_heads.py pooling/pooling_runner.py
   vision/vision_runner.py
   <- cuda/__init__.py cuda/buffers.py <- cuda/graphs.py cuda/draft_graphs.py <- cuda/arena.py cuda/start.py
-  <- cuda/runner.py
+  <- cuda/runner.py <- vision/vision_graphs.py
   invariant/__init__.py invariant/cpu_ops.py invariant/cuda_ops.py <- invariant/cpu_attention.py
   <- invariant/cpu.py invariant/cuda.py <- engine/runners.py
 5 | distributed/__init__.py distributed/ranks.py <- distributed/peer_memory.py

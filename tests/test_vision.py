@@ -18,13 +18,13 @@ from pathlib import Path
 from threading import Barrier, Event, Thread, current_thread
 from time import sleep
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from common import TINY, assert_close, each_dtype, generate_by_steps, randn
+from common import TINY, assert_close, each_dtype, generate_by_steps, randn, runs_as_on_cuda
 from test_models import V5
 from test_states import poison
 
@@ -727,6 +727,44 @@ def test_many_images_on_two_ranks(make_vision, checkpoint):
     prompt = with_images(random.Random(0), *(picture(8 + 8 * (i % 3), 8, i) for i in range(80)), between=0)
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=0)
     Reference(checkpoint("qwen3_vl")[1], llm).check([prompt], llm.generate(prompt, params, use_tqdm=False))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter")
+@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # in a tile of no queries
+def test_graphs_with_images(use_ops, make_vision, checkpoint, monkeypatch, name):
+    """Padded steps whose positions and embeddings are in fixed tensors, next to decodes and to texts."""
+    pytest.importorskip("triton")
+    from test_cuda_graph import capture, cuda_graph, graph_shapes, make_buffers
+
+    from nanovllm.utils.replace import subclass
+    from nanovllm.vision.vision_graphs import VisionGraphsRunner
+
+    use_ops("norm_rope_and_store", "place_decodes", "accept")
+    monkeypatch.setattr(cuda_graph, "TOKEN_SIZES", (8, 32))
+    monkeypatch.setattr(cuda_graph, "capture", capture)
+    settings = dict(max_num_batched_tokens=32, max_num_mixed_tokens=32, max_num_seqs=3, async_scheduling=True)
+    llm = make_vision(name, attention_backend="triton", **settings)
+    runner: Any = llm.core.model_runner
+    runs_as_on_cuda(runner)
+    runner.__class__ = subclass(VisionGraphsRunner, type(runner), "Vision")
+    runner.buffers = make_buffers(llm.config, torch.device("cpu"))
+    sizes, parts = (3, runner.buffers.device, runner.pad_req_index), (runner.run_batch, runner.sample_and_accept)
+    with torch.inference_mode():
+        runner.graphs = cuda_graph.DecodeGraphs(llm.config, runner.buffers.device, runner.forward, pool=None)
+        shapes = graph_shapes(llm.config, runner.backend)
+        runner.mixed_graphs = cuda_graph.MixedGraphs(shapes, *sizes, *parts, pool=None)
+        runner.capture_images(runner.mixed_graphs, runner.buffers.device)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0)
+    rng = random.Random(0)
+    images = [picture(32, 24, 0), picture(24, 40, 1)], [], [picture(32, 24, 2)], [picture(48, 16, 3)]
+    prompts = [with_images(rng, *own) if own else [7, 8, 9, *range(20, 50)] for own in images]
+    outputs = generate_by_steps(llm, [(prompt, params) for prompt in prompts])
+    Reference(checkpoint(name)[1], llm).check(prompts, outputs)
+    for graphs in runner.image_graphs, runner.mixed_graphs:
+        assert sum(graph.num_replays for graph in graphs.models.values()) > 1
+    with_decodes = [shape for shape in shapes if shape.num_decode_rows]
+    assert any(runner.image_graphs.models[shape.graph_shape].num_replays for shape in with_decodes)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter")

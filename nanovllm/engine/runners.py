@@ -26,7 +26,8 @@ def make_runner(config: Config, part_done: Callable[[str], None], tp: TensorPara
     if config.pooling:
         runner = subclass(resolve_name("nanovllm.pooling.pooling_runner:PoolingRunner"), runner, "Pooling")
     if config.model_config.vision:
-        runner = subclass(resolve_name("nanovllm.vision.vision_runner:VisionRunner"), runner, "Vision")
+        home = "vision_graphs:VisionGraphsRunner" if kind == "cuda" else "vision_runner:VisionRunner"
+        runner = subclass(resolve_name(f"nanovllm.vision.{home}"), runner, "Vision")
     return runner(config, part_done, tp)
 
 

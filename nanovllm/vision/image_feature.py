@@ -36,7 +36,7 @@ class RequestImages(StepFeature):
 
         If `has_images(step)` is True, also return `positions` and `placed`.
 
-        positions: the positions [3, T] of the chunks' tokens.
+        positions: the positions [3, T] of the step's tokens; -1 for tokens that are decoded.
         placed: [N, 7], with one row for each part of an image. A row contains the first token's index in the step, the
             number of tokens, the first token's index in the image, and the image's key.
         """
@@ -46,7 +46,7 @@ class RequestImages(StepFeature):
         req_indices = [seq.req_index for seq in seqs]
         arrays = {"req_indices": np.array(req_indices, np.int32), "deltas": np.array(deltas, np.int32)}
         if has_images(step):
-            positions, placed, token = [], [], step.num_decode_tokens
+            positions, placed, token = [np.full((3, step.num_decode_tokens), -1, np.int32)], [], step.num_decode_tokens
             for seq, start, end in step.chunks:
                 if (images := images_of(seq)) is None:
                     positions.append(np.broadcast_to(np.arange(start, end, dtype=np.int32), (3, end - start)))

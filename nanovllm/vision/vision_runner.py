@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from math import isqrt, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from nanovllm.batches.batch_runner import BatchRunner
 from nanovllm.engine.features import Arrays
 from nanovllm.engine.forward_output import PendingStep
 from nanovllm.engine.scheduled_step import ScheduledStep
-from nanovllm.utils.context import get_context, of_tokens
+from nanovllm.utils.context import of_tokens
 from nanovllm.vision.image_feature import has_images
 from nanovllm.vision.prompt_images import PromptImage, images_in
 from nanovllm.vision.tower import VisionTower
@@ -133,22 +133,33 @@ class ImageStore:
         self._embeddings.clear()
 
 
-@contextmanager
-def image_embeddings(decoder: Any, tokens: torch.Tensor, levels: torch.Tensor) -> Iterator[None]:
-    """Let a decoder use the embeddings of images during a `with` block.
+class ImageTokens(NamedTuple):
+    """The embeddings of the N tokens of images in a step.
 
-    The first of `levels` [1 + layers, N, hidden_size] replaces the embeddings of `tokens` [N]. The other levels are
-    added to the outputs of the decoder's first layers.
+    tokens: [N] int64, the indices of the tokens in the step.
+    levels: [1 + layers, N, hidden_size]. The first level replaces the embeddings of the tokens. The other levels are
+        added to the outputs of the decoder's first layers.
     """
 
-    def replace(module: Any, arguments: Any, embeddings: torch.Tensor) -> torch.Tensor:
-        return embeddings.index_copy(0, tokens, levels[0])
+    tokens: torch.Tensor
+    levels: torch.Tensor
 
-    def add(level: torch.Tensor) -> Callable:
-        return lambda module, arguments, output: (output[0].index_add(0, tokens, level), output[1])
+    def replace(self, embeddings: torch.Tensor) -> torch.Tensor:
+        return embeddings.index_copy(0, self.tokens, self.levels[0])
 
-    hooks = [decoder.embed_tokens.register_forward_hook(replace)]
-    hooks += [layer.register_forward_hook(add(level)) for layer, level in zip(decoder.layers, levels[1:])]
+    def add(self, x: torch.Tensor, level: int) -> torch.Tensor:
+        return x.index_add(0, self.tokens, self.levels[level])
+
+
+@contextmanager
+def image_embeddings(decoder: Any, images: Any) -> Iterator[None]:
+    """Let a decoder use the embeddings of `images`, such as an ImageTokens, during a `with` block."""
+
+    def add(level: int) -> Callable:
+        return lambda module, arguments, output: (images.add(output[0], level), output[1])
+
+    hooks = [decoder.embed_tokens.register_forward_hook(lambda module, arguments, output: images.replace(output))]
+    hooks += [decoder.layers[i].register_forward_hook(add(i + 1)) for i in range(len(images.levels) - 1)]
     try:
         yield
     finally:
@@ -159,13 +170,14 @@ def image_embeddings(decoder: Any, tokens: torch.Tensor, levels: torch.Tensor) -
 class VisionRunner(BatchRunner):
     """Computes the embeddings of a step's images before the step.
 
-    If a chunk begins before the end of its prompt's last image, the step uses no CUDA graphs, and each token has three
-    positions. In other steps, a token has one position: its index plus the `PromptImages.delta` of its request.
+    If a chunk begins before the end of its prompt's last image, each token of the step has three positions. In other
+    steps, a token has one position: its index plus the `PromptImages.delta` of its request. Only the subclass in
+    vision_graphs.py uses CUDA graphs for steps in which tokens have three positions.
     """
 
     _has_images = False  # whether a chunk of the step that is prepared begins before the end of an image
     _placed: list[list[int]] | None = None  # from RequestImages, while a step with images runs
-    _chunk_positions: torch.Tensor | None = None
+    _positions: torch.Tensor | None = None
 
     def make_tables(self) -> None:
         super().make_tables()
@@ -213,29 +225,39 @@ class VisionRunner(BatchRunner):
         try:
             return super().launch(batch, step)
         finally:
-            self._placed = self._chunk_positions = None
+            self._placed = self._positions = None
 
     # -- on the device -------------------------------------------------------------------------------------------------
 
     def set_positions(self, arrays: Arrays) -> None:
         self.deltas[arrays["req_indices"].long()] = arrays["deltas"]
-        self._chunk_positions = arrays.get("positions")
+        self._positions = arrays.get("positions")
 
     def run_model(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         # padding has position 0, and may get the delta of another row
         positions = (positions + of_tokens(self.deltas)).clamp_(min=0)
-        if self._placed is None:
+        if (given := self.given_positions(len(input_ids))) is None:
             return super().run_model(input_ids, positions)
-        positions = positions.repeat(3, 1)
-        positions[:, get_context().num_decode_rows :] = self._chunk_positions
+        positions = torch.where(given >= 0, given, positions)
+        if (images := self.image_tokens(len(input_ids))) is None:
+            return super().run_model(input_ids, positions)
+        with image_embeddings(self.model.model.language_model, images):
+            return super().run_model(input_ids, positions)
+
+    def given_positions(self, num_tokens: int) -> torch.Tensor | None:
+        """Return the positions [3, T] of chunks, which are negative for other tokens; or None without images."""
+        return self._positions
+
+    def image_tokens(self, num_tokens: int) -> Any:
         if not self._placed:
-            return super().run_model(input_ids, positions)
+            return None
         tokens = [torch.arange(token, token + n, device=self.device) for token, n, *_ in self._placed]
-        parts = [(self.images[np.array(key, np.int32).tobytes()], first, n) for _, n, first, *key in self._placed]
-        levels = torch.cat([embeddings[:, first : first + n] for embeddings, first, n in parts], 1)
-        decoder = self.model.model.language_model
-        with image_embeddings(decoder, torch.cat(tokens), levels):
-            return super().run_model(input_ids, positions)
+        return ImageTokens(torch.cat(tokens), torch.cat([*self.placed_embeddings()], 1))
+
+    def placed_embeddings(self) -> Iterator[torch.Tensor]:
+        """Yield the embeddings of each part of an image in this step."""
+        for _, n, first, *key in self._placed or ():
+            yield self.images[np.array(key, np.int32).tobytes()][:, first : first + n]
 
     def exit(self) -> None:
         self.images = self.deltas = None
