@@ -32,29 +32,33 @@ class StaticImages(NamedTuple):
 
 
 class VisionGraphsRunner(VisionRunner):
-    """Replays CUDA graphs also for short steps with images."""
+    """Also replays CUDA graphs for short steps with images. These graphs read a StaticImages.
+
+    Steps without images keep their own graphs, which are faster: tokens have one position, and layers have no hooks.
+    """
 
     image_graphs: MixedGraphs | None = None
-    mixed_graphs: MixedGraphs | None = None
-    _static: StaticImages | None = None  # while a graph with images is captured or replayed
+    mixed_graphs: MixedGraphs | None = None  # for steps without images
+    static: StaticImages | None = None
+    _static: StaticImages | None = None  # `static` while a graph with images is captured or replayed
 
     def capture_cudagraph(self) -> None:
         super().capture_cudagraph()
         if self.mixed_graphs is not None:
-            runner: Any = self
+            runner: Any = self  # a CUDAModelRunner
             self.capture_images(self.mixed_graphs, runner.buffers.device, few_layers(runner))
 
     def capture_images(self, text: MixedGraphs, buffer: torch.Tensor, *options: Any) -> None:
+        """Capture the short shapes of `text` again. `options` are the last arguments of MixedGraphs."""
         shapes = [shape for shape in text.shapes if shape.num_tokens <= MAX_TOKENS] or text.shapes[:1]
         model, num_tokens = self.config.model_config, max(shape.num_tokens for shape in shapes)
-        levels = 1 + len(model.vision.deepstack_layers), num_tokens, model.hidden_size
-        self.static = StaticImages(
+        size = 1 + len(model.vision.deepstack_layers), num_tokens, model.hidden_size
+        self.static = self._static = StaticImages(
             torch.full((3, num_tokens), -1, dtype=torch.int32, device=self.device),
             torch.zeros(num_tokens, dtype=torch.bool, device=self.device),
-            torch.zeros(levels, dtype=self.config.dtype, device=self.device),
+            torch.zeros(size, dtype=self.config.dtype, device=self.device),
         )
         parts = self.run_batch, self.sample_and_accept
-        self._static = self.static
         try:
             sizes = self.config.max_num_seqs, buffer, self.pad_req_index
             self.image_graphs = MixedGraphs(shapes, *sizes, *parts, text.pool, *options)
@@ -93,3 +97,7 @@ class VisionGraphsRunner(VisionRunner):
             return super().image_tokens(num_tokens)
         positions, is_image, levels = self._static
         return StaticImages(positions[:, :num_tokens], is_image[:num_tokens], levels[:, :num_tokens])
+
+    def exit(self) -> None:
+        self.image_graphs = self.static = None
+        super().exit()

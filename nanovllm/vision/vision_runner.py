@@ -155,11 +155,15 @@ class ImageTokens(NamedTuple):
 def image_embeddings(decoder: Any, images: Any) -> Iterator[None]:
     """Let a decoder use the embeddings of `images`, such as an ImageTokens, during a `with` block."""
 
+    def replace(module: Any, arguments: Any, embeddings: torch.Tensor) -> torch.Tensor:
+        return images.replace(embeddings)
+
     def add(level: int) -> Callable:
         return lambda module, arguments, output: (images.add(output[0], level), output[1])
 
-    hooks = [decoder.embed_tokens.register_forward_hook(lambda module, arguments, output: images.replace(output))]
-    hooks += [decoder.layers[i].register_forward_hook(add(i + 1)) for i in range(len(images.levels) - 1)]
+    hooks = [decoder.embed_tokens.register_forward_hook(replace)]
+    levels = range(1, len(images.levels))
+    hooks += [layer.register_forward_hook(add(level)) for layer, level in zip(decoder.layers, levels)]
     try:
         yield
     finally:
