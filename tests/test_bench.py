@@ -256,6 +256,7 @@ def main(monkeypatch, *arguments: str) -> None:
             ("--max-input-len", "online", "batches", "did you mean --median-input-len?"),
         ),
         (("embed", "--median-output-len", "9"), ("--median-output-len", "embed", "online, conversations")),
+        (("embed", "--num-seqs", "9"), ("--num-seqs", "embed", "headline, prefill")),
         (("conversations", "--turns", "5-3"), ("--turns", "'5-3'", "MAX must be at least MIN")),
         (("online", "--turns", "3-5"), ("--turns", "online", "must be one of conversations")),
         (("conversations", "--pause", "0"), ("--pause", "0", "greater than 0")),
@@ -507,6 +508,14 @@ def test_one_call_does_all_workloads(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "from start to the first token" in out
     assert [line.split(":")[0] for line in out.splitlines() if " request" in line] == ["headline", "single", "prefill"]
+
+
+def test_embed(monkeypatch, capsys):
+    """The TTFT of an embedding is the time until its vector is there."""
+    monkeypatch.setattr(throughput, "EMBED_ON_CPU", {"embed long": (2, 40), "embed short": (3, 5)})
+    main(monkeypatch, "embed", *CPU)
+    *_, long, short = re.findall(r"^nanovllm +\S+ +\S+ +(\S+)", capsys.readouterr().out, re.MULTILINE)
+    assert float(long) > 0 and float(short) > 0
 
 
 def test_streaming_beside_generate(monkeypatch, capsys):
@@ -1170,8 +1179,9 @@ def test_plot(workload, monkeypatch, capsys, tmp_path):
     pictures = []
     for name in ("a.svg", "b.svg"):
         arguments = ["--workload", workload, "--compare", "vllm", "--plot", str(tmp_path / name), "--device", "cpu"]
-        sweep = {"online": ("--request-rate", "8,16"), "batches": ("--batch-sizes", "2,3")}
-        main(monkeypatch, *arguments, "--num-seqs", "3", *sweep.get(workload, ()))
+        some = "--num-seqs", "3"
+        sweep = {"online": (*some, "--request-rate", "8,16"), "latency": some, "batches": ("--batch-sizes", "2,3")}
+        main(monkeypatch, *arguments, *sweep[workload])
         pictures.append((tmp_path / name).read_text())
     assert pictures[0] == pictures[1] and len(pictures[0]) < 60_000
     words = {

@@ -129,6 +129,7 @@ OTHERS = "http", "host"  # workloads with separate modules, which do not use `en
 ALONE = *OTHERS, "embed"  # workloads that must be the only one of a run
 LENGTHS, MEDIANS = ("headline", "single", "latency", "batches"), ("online", "conversations")
 USED_BY = {  # the workloads that use a flag
+    "num_seqs": ("headline", "prefill", *MEDIANS, "latency", "images", "http"),
     "max_input_len": LENGTHS,
     "max_output_len": (*LENGTHS, "images"),
     "prefill_len": ("prefill",),

@@ -88,7 +88,8 @@ def run_nanovllm(model: str, settings: dict, workloads: Workloads) -> dict[str, 
         else:
             outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
         seconds, metrics = perf_counter() - begin, [output.metrics for output in outputs]
-        times = [[m.first_token_time - m.arrival_time] for m in metrics]
+        # an embedding has no first token
+        times = [[(m.first_token_time or m.finished_time) - m.arrival_time] for m in metrics]
         return Result(seconds, token_times=times, note=drafts_since(before, llm.stats().get("spec_decode")))
 
     with started_nanovllm(model, settings) as llm:
