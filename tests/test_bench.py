@@ -797,9 +797,10 @@ def test_turns(monkeypatch):
     assert (
         result.note == f"{4 / 14:.1%} of the prompts' tokens were in the prefix cache" and not engine.num_cached_tokens
     )
-    engine.num_loaded_tokens = lambda: 2
+    engine.hits_by_tier = lambda: {"in host memory": 1, "in files": 2}
     engine.seconds_saved = lambda: 3.0
-    note = f"{result.note}, {2 / 14:.1%} in its part in host memory; computing them would have taken about 3 s"
+    places = f" ({1 / 14:.1%} on the device, {1 / 14:.1%} in host memory, {2 / 14:.1%} in files)"
+    note = f"{result.note}{places}; computing them would have taken about 3 s"
     assert serve(engine, turns).note == note
 
 

@@ -5,13 +5,14 @@ import gc
 import os
 import random
 import re
+import runpy
 import shutil
 import signal
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
@@ -69,18 +70,24 @@ class LateBlocks:
         self.memory, self.random, self.failures = runner.memory, runner.random, runner.failures
         self.rows: list = [None] * num_rows
         self.queues: dict[str, list] = {"put": [], "get": []}  # (number, copies, how many puts come first)
-        self.num_puts, self.num_done, self.num_gets = 0, 0, 0
+        self.num_puts, self.num_done = 0, 0
 
     def put(self, runner, number, copies):
-        self.queues["put"].append((number, copies.T.tolist(), 0))
-        self.num_puts += 1
-        self._make_some()
+        self._queue("put", number, copies.T.tolist(), 0)
 
     def get(self, runner, number, copies):
-        if self.failures and self.random.random() < 0.2:
-            raise OSError("a copy could not start")
-        self.queues["get"].append((number, copies.T.tolist(), self.num_puts))
-        self.num_gets += 1
+        self._queue("get", number, copies.T.tolist(), self.num_puts)
+
+    def _queue(self, action, number, copies, num_before):
+        """Queue a copy. If the copy fails, queue only its beginning, but copy whole blocks and states."""
+        fails = self.failures and self.random.random() < {"put": 0.1, "get": 0.2}[action]
+        if fails:
+            first = copies[self.random.randrange(len(copies))][0]
+            copies = copies[: [block_id for block_id, _ in copies].index(first)]
+        self.queues[action].append((number, copies, num_before))
+        self.num_puts += action == "put"
+        if fails:
+            raise OSError("a copy could not begin")
         self._make_some()
 
     def has_ended(self, number):
@@ -571,6 +578,13 @@ def test_hits_of_conversations(num_blocks, num_rows, settings, least):
     assert converse(tiered) > least * most and not tiered.scheduler.num_preemptions
 
 
+def test_the_simulation_of_conversations(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["hits_of_conversations.py", "--states", "6", "--pauses", "0", "100"])
+    runpy.run_path(str(Path(__file__).parent / "scripts/hits_of_conversations.py"), run_name="__main__")
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[0] for row in rows] == 6 * ["0"] + 6 * ["100"] and int(rows[0][2][:-1]) > 50
+
+
 # -- with a model ------------------------------------------------------------------------------------------------------
 
 
@@ -781,6 +795,33 @@ def test_aborts(make_tiered, requests, expected, async_scheduling):
     assert len(blocks.free_block_ids) == 14 - sum(len(load.held) for load in blocks.loads)
 
 
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_copies_that_fail_on_one_of_two_ranks(make_tiered, requests, expected, monkeypatch, rank):
+    """Rank 0 chooses what is stored, so the others can go on without its copy. No other rank's copy may fail."""
+    rng = random.Random(3)
+
+    def failing(copy):
+        def copy_some(self, runner, number, copies):
+            fails = runner.tp.rank == rank and rng.random() < 0.3
+            copy(self, runner, number, copies[:, : -1 if fails else None])
+            if fails:
+                raise OSError("a copy could not begin")
+
+        return copy_some
+
+    for name in ("put", "get"):
+        monkeypatch.setattr(HostBlocks, name, failing(getattr(HostBlocks, name)))
+    llm = make_tiered(num_rows=30, tensor_parallel_size=2)
+    if rank == 0:
+        assert answers(llm, requests[:9]) == expected[:9]
+        tiers = llm.stats()["tiers"]
+        assert tiers["lost_copies"] > 1 and tiers["loaded_blocks"] > 5
+    else:
+        with pytest.raises(RuntimeError, match="rank 1"):
+            answers(llm, requests[:9])
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_another_store(make_llm, requests, expected, fails, caplog):
     """What is not in the store is computed, and a store that has failed is reported once."""
@@ -984,9 +1025,20 @@ class SimulatedDriver:
 def streams(monkeypatch):
     """Replace CUDA's streams and copies, and return the log of what they do."""
     log, names = [], iter(["out", "in"])
+    current = [RecordedStream(log)]
+
+    @contextmanager
+    def use(stream):
+        log.append(f"copies on {stream.name}")
+        current.append(stream)
+        try:
+            yield
+        finally:
+            current.pop()
+
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: RecordedStream(log, next(names)))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: RecordedStream(log))
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(log.append(f"copies on {stream.name}")))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", use)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("ends"))
     monkeypatch.setattr(cuda_driver, "_driver", lambda: SimulatedDriver(log))
     return log
@@ -1014,6 +1066,18 @@ def test_order_of_streams(make_llm, streams):
         *("steps waits for an event of out", "steps waits for an event of in"),
         *("ends", "unpins"),
     ]
+
+
+def test_a_copy_that_cannot_begin(make_llm, streams, monkeypatch):
+    """Later steps wait for the part of the copy that the driver has begun."""
+    runner, results = make_llm(**SMALL).model_runner, iter([0, 719, 0])
+    blocks = PinnedBlocks(runner, 3)
+    monkeypatch.setattr(SimulatedDriver, "cuMemcpy2DAsync_v2", lambda *_: next(results))
+    with pytest.raises(OSError, match="could not begin: cuMemcpy2DAsync_v2: CUDA error 719"):
+        blocks.put(runner, 0, np.array([[5, 6], [2, 1]], np.int32))
+    assert not blocks.has_ended(0)
+    blocks.order_steps([0])
+    assert streams[-1] == "steps waits for an event of out"
 
 
 def test_rank_0_knows_when_all_ranks_have_copied(make_llm, streams):

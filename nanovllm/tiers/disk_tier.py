@@ -122,8 +122,9 @@ class DiskTier(HostTier):
         super().clear()
 
     def usage(self) -> dict[str, int]:
-        num_files = 0 if self._files is None else len(self._files)
-        return super().usage() | {"disk_blocks": self._engine.scheduler.totals["disk_blocks"], "disk_files": num_files}
+        totals, num_files = self._engine.scheduler.totals, 0 if self._files is None else len(self._files)
+        counts = {name: totals[name] for name in ("disk_blocks", "disk_hits")}
+        return super().usage() | counts | {"disk_files": num_files}
 
     def save(self, contents: Iterable[CachedBlock]) -> None:
         """Write the blocks on the device and in host memory to files, for at most EXIT_SECONDS.
@@ -238,9 +239,12 @@ class DiskTier(HostTier):
             if block_hash not in errors and block_hash not in self._entries:
                 self._entries[block_hash] = read.entries.pop(block_hash)
         self._release(read)
+        totals = self._engine.scheduler.totals
+        totals["disk_blocks"] += len(found)
         if errors:
             raise next(iter(errors.values()))
-        self._engine.scheduler.totals["disk_blocks"] += len(futures)
+        hashes = {h for h in found if h >= 0}  # not of second contents, which belong to the same tokens
+        totals["disk_hits"] += sum(len(block.token_ids) for block in read.blocks if block.block_hash in hashes)
 
     def _release(self, read: Read) -> None:
         """Free the rows of `read.entries`, whose blocks are not used.

@@ -57,7 +57,7 @@ class HostBlocks:
 
     A recurrent state is larger than a block, and takes several rows. On a CPU, copies end immediately. Each column of
     `copies` [2, C] is a pair: the id of a block or state, and a row. The pairs of a state are adjacent. Each call of
-    `put` or `get` has a `number`.
+    `put` or `get` has a `number`. `put` and `get` raise OSError if a copy can't begin.
     """
 
     def __init__(self, runner: "ModelRunner", num_rows: int, shared: SharedRows | None = None):
@@ -77,14 +77,18 @@ class HostBlocks:
         return self.rows[None] if self.shared is None else self.shared.rows
 
     def put(self, runner: "ModelRunner", number: int, copies: np.ndarray) -> None:
-        for part, stored in self._parts(runner, copies):
-            self._copy(stored, part)
-        self._report(runner, number)
+        try:
+            for part, stored in self._parts(runner, copies):
+                self._copy(stored, part)
+        finally:  # after an error, a part of the copy may run
+            self._end_copy(runner, number)
 
     def get(self, runner: "ModelRunner", number: int, copies: np.ndarray) -> None:
-        for part, stored in self._parts(runner, copies):
-            self._copy(part, stored)
-        self._report(runner, number)
+        try:
+            for part, stored in self._parts(runner, copies):
+                self._copy(part, stored)
+        finally:  # after an error, a part of the copy may run
+            self._end_copy(runner, number)
 
     def num_rows_of(self, runner: "ModelRunner", block_id: int) -> int:
         """Return how many rows a block or a recurrent state takes."""
@@ -106,7 +110,7 @@ class HostBlocks:
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
-    def _report(self, runner: "ModelRunner", number: int) -> None:
+    def _end_copy(self, runner: "ModelRunner", number: int) -> None:
         """If rank 0 uses this rank's rows, tell rank 0 when this copy and all earlier copies have ended."""
         if self.shared is not None:
             self.shared.report(number + 1, runner.device)
@@ -139,14 +143,12 @@ class PinnedBlocks(HostBlocks):
         self._out.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._out):
             super().put(runner, number, copies)
-        self._record(number, self._out)
 
     def get(self, runner: "ModelRunner", number: int, copies: np.ndarray) -> None:
         self._in.wait_stream(torch.cuda.current_stream())
         self._in.wait_stream(self._out)  # `_out` may still read these blocks or write these rows
         with torch.cuda.stream(self._in):
             super().get(runner, number, copies)
-        self._record(number, self._in)
 
     def has_ended(self, number: int) -> bool:
         return number not in self._events or self._events[number].query()
@@ -171,17 +173,18 @@ class PinnedBlocks(HostBlocks):
             for layers in zip(target.view(copy.height, -1), source.view(copy.height, -1)):
                 self._copy(*layers)
         else:
-            call_driver("cuMemcpy2DAsync_v2", byref(copy), c_void_p(torch.cuda.current_stream().cuda_stream))
+            try:
+                call_driver("cuMemcpy2DAsync_v2", byref(copy), c_void_p(torch.cuda.current_stream().cuda_stream))
+            except RuntimeError as error:
+                raise OSError(f"the copy could not begin: {error}") from error
 
-    def _report(self, runner: "ModelRunner", number: int) -> None:
+    def _end_copy(self, runner: "ModelRunner", number: int) -> None:
+        self._events = {i: event for i, event in self._events.items() if not event.query()}
+        self._events[number] = torch.cuda.current_stream().record_event()  # the stream of this copy
         if self.shared is not None:
             self._in.wait_stream(self._out)  # then `_in` follows all earlier copies
             with torch.cuda.stream(self._in):
-                super()._report(runner, number)
-
-    def _record(self, number: int, stream: torch.cuda.Stream) -> None:
-        self._events = {i: event for i, event in self._events.items() if not event.query()}
-        self._events[number] = stream.record_event()
+                super()._end_copy(runner, number)
 
 
 class HostCall(NamedTuple):

@@ -52,16 +52,22 @@ class HostTier(Connector):
         return True
 
     def put(self, blocks: list[CachedBlock]) -> None:
-        copies = []
+        copies, new = [], dict[int, Entry]()
         for block in blocks:
             if block.block_hash in self._entries:  # of two blocks with equal hashes, the first one stays
                 self._entries.move_to_end(block.block_hash)
             elif rows := self._pop_rows(len(ids := self._ids_of_rows(block))):
-                self._entries[block.block_hash] = Entry(block.token_ids, rows)
+                self._entries[block.block_hash] = new[block.block_hash] = Entry(block.token_ids, rows)
                 copies += zip(ids, rows)
-                self._num_stored += len(block.block_ids)
         if copies:
-            self._copy("put", copies)
+            try:
+                self._copy("put", copies)
+            except OSError:
+                for block_hash, entry in new.items():
+                    if self._entries.get(block_hash) is entry:  # otherwise, a later block has its rows
+                        self._free_rows += self._entries.pop(block_hash).rows
+                raise
+        self._num_stored += sum(len(block.block_ids) for block in blocks if block.block_hash in new)
 
     def get(self, blocks: list[CachedBlock]) -> Callable[[], bool]:
         if not all(self.contains(block.block_hash, block.token_ids) for block in blocks):
@@ -127,8 +133,9 @@ class HostTier(Connector):
 
     def _copy(self, action: str, copies: list[tuple[int, int]]) -> int:
         number, self._num_copies = self._num_copies, self._num_copies + 1
-        self._call(action, number, np.array(copies, np.int32).T.flatten())
+        # first, because a copy that fails may have begun
         self._copies |= dict.fromkeys((block_id for block_id, _ in copies), number)
+        self._call(action, number, np.array(copies, np.int32).T.flatten())
         return number
 
     def _call(self, action: str, number: int, words: np.ndarray) -> None:

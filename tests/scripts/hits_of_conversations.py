@@ -66,7 +66,7 @@ def main() -> None:
     num_seqs = args.sequences or args.states - 1 - args.states // 4
     print(f"{args.states} states, {num_seqs} sequences")
     print("pause  conversations  found  run")
-    for pause in args.pauses_after_token:
+    for pause in args.pauses:
         for per_state in (1 / 3, 1 / 2, 2 / 3, 5 / 6, 1, 5 / 4):
             num_conversations = round(per_state * args.states)
             found, run = converse(args.states, num_seqs, num_conversations, pause)

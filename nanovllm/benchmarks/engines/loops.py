@@ -72,9 +72,11 @@ def serve(engine, requests: list[Request]) -> Result:
         seconds = perf_counter() - begin
     note = ""
     if next_turns:
-        num_tokens, num_loaded = sum(map(len, prompts)), getattr(engine, "num_loaded_tokens", int)()
+        num_tokens, tiers = sum(map(len, prompts)), getattr(engine, "hits_by_tier", dict)()
         note = f"{engine.num_cached_tokens / num_tokens:.1%} of the prompts' tokens were in the prefix cache"
-        note += f", {num_loaded / num_tokens:.1%} in its part in host memory" if num_loaded else ""
+        if tiers:
+            places = {"on the device": engine.num_cached_tokens - sum(tiers.values()), **tiers}
+            note += f" ({', '.join(f'{n / num_tokens:.1%} {place}' for place, n in places.items())})"
         if (saved := getattr(engine, "seconds_saved", float)()) > 0:
             note += f"; computing them would have taken about {saved:.2g} s"
         engine.num_cached_tokens = 0

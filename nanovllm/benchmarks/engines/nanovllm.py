@@ -2,6 +2,7 @@
 
 import multiprocessing
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -33,7 +34,7 @@ class NanoVllmSteps:
 
     def __init__(self, llm: "LLM"):
         self.llm, self.add, self.is_finished = llm, llm.add_request, llm.is_finished
-        self.num_cached_tokens, self._num_loaded_before, self._cost_of_cached = 0, 0, 0.0
+        self.num_cached_tokens, self._hits_before, self._cost_of_cached = 0, Counter[str](), 0.0
         self._budget = TokenBudget(inf, llm.config.model_config.context_of_equal_cost)
 
     def step(self) -> list[tuple[int, int]]:
@@ -52,11 +53,13 @@ class NanoVllmSteps:
         assert config.max_mixed_step_ms and config.max_num_mixed_tokens  # known after the start
         return cost / config.max_num_mixed_tokens * config.max_mixed_step_ms / 1000
 
-    def num_loaded_tokens(self) -> int:
-        """Return how many prompt tokens came from host memory since the last call of this method."""
-        total = self.llm.stats().get("tiers", {}).get("host_hits", 0)
-        before, self._num_loaded_before = self._num_loaded_before, total
-        return total - before
+    def hits_by_tier(self) -> dict[str, int]:
+        """Return how many prompt tokens came from host memory and from files since the last call of this method."""
+        tiers = self.llm.stats().get("tiers", {})
+        in_files = tiers.get("disk_hits", 0)
+        totals = Counter({"in host memory": tiers.get("host_hits", 0) - in_files, "in files": in_files})
+        before, self._hits_before = self._hits_before, totals
+        return totals - before
 
 
 @contextmanager
