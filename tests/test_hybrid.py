@@ -807,6 +807,8 @@ def test_fp8_on_load(make_llm, checkpoints, monkeypatch, tmp_path):
         ({"layer_types": [*KINDS[:2], "sliding"]}, 1, "a layer='sliding': must be one of 'linear_attention'"),
         ({"linear_num_value_heads": 7}, 1, "linear_num_value_heads=7: must be a multiple of linear_num_key_heads"),
         ({"linear_key_head_dim": 0}, 1, "linear_key_head_dim=0: must be at least 1"),
+        ({"attn_output_gate": False}, 1, "attn_output_gate=False: must be one of True"),
+        ({"output_gate_type": "sigmoid"}, 1, "output_gate_type='sigmoid': must be one of 'swish', 'silu'"),
         ({}, 4, r"does not divide the key heads of linear attention \(2\)"),
     ],
 )

@@ -705,6 +705,31 @@ PUBLISHED = {
         {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
         {"max_position_embeddings": 131072, "tie_word_embeddings": True, "eos_token_ids": {1, 106}},
     ),
+    "qwen3.6-27b": (
+        {
+            "architectures": ["Qwen3_5ForConditionalGeneration"],
+            "model_type": "qwen3_5",
+            "image_token_id": 248056,
+            "text_config": {
+                "model_type": "qwen3_5_text",
+                **dict(vocab_size=248320, hidden_size=5120, intermediate_size=17408, num_hidden_layers=64),
+                **dict(num_attention_heads=24, num_key_value_heads=4, head_dim=256, max_position_embeddings=262144),
+                **dict(linear_num_key_heads=16, linear_num_value_heads=48, linear_key_head_dim=128),
+                **dict(linear_value_head_dim=128, linear_conv_kernel_dim=4, full_attention_interval=4),
+                **dict(attention_bias=False, attention_dropout=0.0, attn_output_gate=True, output_gate_type="swish"),
+                **dict(hidden_act="silu", rms_norm_eps=1e-6, mamba_ssm_dtype="float32", partial_rotary_factor=0.25),
+                **dict(mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False, eos_token_id=248044),
+                "rope_parameters": {
+                    **dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25),
+                    **dict(mrope_interleaved=True, mrope_section=[11, 11, 10]),
+                },
+            },
+            "tie_word_embeddings": False,
+            "vision_config": {"model_type": "qwen3_5", "depth": 27, "out_hidden_size": 5120},
+        },
+        {"vocab_size": 248320, "num_attention_heads": 24, "max_position_embeddings": 262144, "rms_norm_eps": 1e-6},
+        {"tie_word_embeddings": False, "eos_token_ids": {248044}},
+    ),
     "smollm3": (
         {
             "model_type": "smollm3",

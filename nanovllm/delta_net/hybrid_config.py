@@ -64,6 +64,7 @@ def read_hybrid(raw: dict, file: Path) -> HybridConfig:
             f"({heads.num_keys})"
         )
     check_choice(f"{file}: attn_output_gate", raw.get("attn_output_gate", True), (True,))
+    check_choice(f"{file}: output_gate_type", raw.get("output_gate_type", "swish"), ("swish", "silu"))
     num_layers = raw["num_hidden_layers"]
     interval = check_int(f"{file}: full_attention_interval", raw["full_attention_interval"], low=1)
     kinds = raw.get("layer_types") or [LAYER_TYPES[(i + 1) % interval == 0] for i in range(num_layers)]
