@@ -88,7 +88,7 @@ HOUSE = """
   <- features/logprobs.py engine/model_runner.py
   <- batches/__init__.py batches/batch.py <- batches/request_tables.py spec_decode/rows.py <- batches/batch_runner.py
   spec_decode/speculation.py spec_decode/draft_model.py spec_decode/draft_heads.py pooling/pooling_runner.py
-  vision/vision_runner.py
+  vision/image_store.py <- vision/vision_runner.py
   <- cuda/__init__.py cuda/buffers.py <- cuda/graphs.py cuda/draft_graphs.py <- cuda/arena.py cuda/start.py
   <- cuda/runner.py <- vision/vision_graphs.py
   invariant/__init__.py invariant/cpu_ops.py invariant/cuda_ops.py <- invariant/cpu_attention.py

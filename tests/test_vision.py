@@ -37,9 +37,10 @@ from nanovllm.utils.replace import replace_methods
 from nanovllm.vision import image_prompts, image_sources, image_urls
 from nanovllm.vision.image_budget import cost_of_image
 from nanovllm.vision.image_reader import ImageReader
-from nanovllm.vision.prompt_images import PromptImage, PromptImages, images_in
+from nanovllm.vision.image_store import ImageStore, largest_pack
+from nanovllm.vision.prompt_images import PromptImage, PromptImages, images_in, images_of
 from nanovllm.vision.tower import VisionTower, add_layer_norm, linear_gelu, patch_attention, rotate_patches
-from nanovllm.vision.vision_runner import ImageStore, VisionRunner, largest_pack
+from nanovllm.vision.vision_runner import VisionRunner
 
 Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("transformers.models.qwen3_vl", reason="transformers before 4.57 does not have Qwen3-VL")
@@ -564,39 +565,81 @@ def test_which_images_are_kept():
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_images_count_in_the_budget(make_vision, monkeypatch, name):
-    """A mixed step exceeds the budget by at most one image. What fits is computed in one step."""
+def test_images_count_in_the_budget(make_vision, checkpoint, monkeypatch, name):
+    """A mixed step exceeds the budget by at most one block of the tower. What fits is computed in one step."""
     llm, steps = make_vision(name, max_num_batched_tokens=700, max_num_mixed_tokens=90), []
     scheduler, config = llm.scheduler, llm.config.model_config
     assert 10 < cost_of_image(20, config) < 90 and cost_of_image(80, config) > 4 * cost_of_image(20, config)
-    plain = scheduler.schedule
+    plain, store = scheduler.schedule, llm.core.model_runner.images
 
     def schedule(**options):
-        stored = {*llm.core.model_runner.images._embeddings}
+        in_parts = []
+        monkeypatch.setattr(store, "advance", lambda *arguments: in_parts.append(arguments) or advance(*arguments))
         if (step := plain(**options)) is not None:
-            images = [x.image for row in step.chunks for x in images_in(*row) if x.image.digest not in stored]
-            steps.append((step.num_decodes, sum(end - start for _, start, end in step.chunks), images))
+            images = [x.image for row in step.chunks for x in images_in(*row) if store.part_left(x.image)]
+            steps.append((step.num_decodes, sum(end - start for _, start, end in step.chunks), images, in_parts))
         return step
 
+    advance = store.advance
     monkeypatch.setattr(scheduler, "schedule", schedule)
-    rng, params = random.Random(0), SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    rng, params = random.Random(0), SamplingParams(temperature=0, max_tokens=90, ignore_eos=True, logprobs=0)
     prompts = [
-        with_images(rng, picture(40, 30, seed), picture(60, 43, seed + 1), before=20, between=30, after=20)
+        with_images(rng, picture(40, 30, seed), picture(80, 63, seed + 1), before=20, between=30, after=20)
         for seed in range(0, 8, 2)
     ]
-    llm.generate(prompts[3], replace(params, max_tokens=2), use_tqdm=False)
-    assert [len(images) for *_, images in steps if images] == [2], "all of the prompt fits"
+    requests = [(prompt, replace(params, max_tokens=2)) for prompt in prompts]
+    llm.generate(*requests[3], use_tqdm=False)
+    assert [len(images) for _, _, images, _ in steps if images] == [2], "all of the prompt fits"
     steps.clear()
     llm.add_request([5, 6, 7], params)
     llm.step()
-    for prompt in prompts:
-        llm.add_request(prompt, replace(params, max_tokens=2))
+    ids, outputs = [llm.add_request(*request) for request in requests], {}
     while not llm.is_finished():
-        llm.step()
-    assert sum(len(images) for *_, images in steps) == 6
-    for num_decodes, num_tokens, images in steps:
+        outputs |= {output.request_id: output for output in llm.step().finished}
+    Reference(checkpoint(name)[1], llm).check(prompts, [outputs[request_id] for request_id in ids])
+    block = cost_of_image(80, config) / store.num_blocks
+    num_blocks = 0
+    for num_decodes, num_tokens, images, in_parts in steps:
         costs = [cost_of_image(image.num_tokens, config) for image in images]
-        assert not num_decodes or num_tokens + sum(costs[:-1]) <= 90
+        costs += [n * cost_of_image(image.num_tokens, config) / store.num_blocks for image, n in in_parts]
+        assert not num_decodes or num_tokens + sum(costs) <= 90 + block
+        num_blocks += sum(n for _, n in in_parts)
+    assert num_blocks >= 3 * store.num_blocks
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_images_in_parts(make_vision, checkpoint, monkeypatch, num_ranks):
+    """While an image is begun, its request is aborted, another one begins, or the weights change."""
+    llm = make_vision(max_num_mixed_tokens=40, tensor_parallel_size=num_ranks, enable_prefix_caching=False)
+    store, rng, params = llm.core.model_runner.images, random.Random(0), SamplingParams(temperature=0, max_tokens=60)
+    params = replace(params, ignore_eos=True, logprobs=0)
+    first, second = (with_images(rng, picture(88, 64, seed)) for seed in range(2))
+
+    def begin(prompt):
+        request_id = llm.add_request(prompt, replace(params, max_tokens=3))
+        while not 0 < min(map(store.part_left, prompt_images(request_id)), default=0) < 1:
+            llm.step()
+        return request_id
+
+    def prompt_images(request_id):
+        return [x.image for seq in scheduler.live.get(request_id, {}).values() for x in images_of(seq).placed]
+
+    scheduler, outputs, encoded = llm.scheduler, {}, []
+    in_parts = VisionTower.in_parts
+    monkeypatch.setattr(VisionTower, "in_parts", lambda *arguments: encoded.append(1) or in_parts(*arguments))
+    llm.add_request([5, 6, 7], params)
+    llm.step()
+    llm.abort(begin(first))
+    kept = begin(second)
+    assert len(store._begun) == 1
+    llm.engine_thread.call(store.clear)
+    assert not store._begun
+    again = llm.add_request(first, replace(params, max_tokens=3))
+    while not llm.is_finished():
+        outputs |= {output.request_id: output for output in llm.step().finished}
+    assert not store._begun and len(encoded) == 4, "two images, of which each was forgotten once"
+    Reference(checkpoint("qwen3_vl")[1], llm).check([second, first], [outputs[kept], outputs[again]])
 
 
 def test_pixels_are_freed(make_vision):

@@ -159,9 +159,8 @@ class Scheduler:
                 break
             others_wait = bool(started) or (can_admit and len(self.waiting) > 0)
             end = self.chunk_end(budget, seq, others_wait)
-            if end == seq.num_computed_tokens:  # too few free blocks for layers with a window
-                started.appendleft(seq)
-                self.preempt(started.pop())  # the last in order, perhaps `seq` itself
+            if end == seq.num_computed_tokens:
+                self.leave_out(seq, started)
                 continue
             budget = self.spend(budget, seq, end)
             self._schedule_chunk(seq, end, step)
@@ -170,6 +169,11 @@ class Scheduler:
         """Return where the next chunk of `seq` ends."""
         end = budget.chunk_end(seq.num_computed_tokens, seq.num_tokens, others_wait)
         return self.block_manager.reserve_chunk(seq, end)
+
+    def leave_out(self, seq: Sequence, started: deque[Sequence]) -> None:
+        """Preempt a sequence, because too few blocks are free for the next token of `seq` in layers with a window."""
+        started.appendleft(seq)
+        self.preempt(started.pop())  # the last in order, perhaps `seq` itself
 
     def spend(self, budget: TokenBudget, seq: Sequence, end: int) -> TokenBudget:
         """Return the rest of `budget` after a chunk of `seq` that ends at `end`."""

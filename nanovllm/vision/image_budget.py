@@ -4,13 +4,20 @@ The cost of an image is a number of tokens of the step's budget. An image of cos
 operations as n tokens take the text model.
 """
 
+from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 from nanovllm.engine.admission import TokenBudget
+from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.models import ModelConfig
 from nanovllm.vision.prompt_images import PromptImage, images_in
+
+if TYPE_CHECKING:
+    from nanovllm.vision.image_store import ImageStore
 
 
 def cost_of_image(num_tokens: int, config: ModelConfig) -> int:
@@ -20,18 +27,52 @@ def cost_of_image(num_tokens: int, config: ModelConfig) -> int:
 
 
 class ImageScheduler(Scheduler):
-    """Replaces methods of an engine's scheduler."""
+    """Replaces methods of an engine's scheduler.
 
-    cost_of_image: Callable[[PromptImage], int]  # 0 if the image's embeddings are stored
+    A mixed step leaves out a prompt if the prompt's next image does not fit into the step's budget. In the following
+    mixed steps, the tower computes some blocks for this image, and other prompts get at most half of the budget. When
+    all blocks are computed, the prompt continues. A step without decodes delays nobody, and encodes whole images.
+    """
+
+    images: "ImageStore"
+    on_device: Callable[[], AbstractContextManager]
+    cost_of_image: Callable[[PromptImage], int]
+
+    _is_mixed = False  # whether the step that is scheduled delays decodes
+    _left_out: tuple[Sequence, PromptImage] | None = None  # the first prompt that was left out, and its next image
+    _waits_for_image = False  # whether `chunk_end` has left out the current prompt
+    _num_used = 0.0  # tokens of the step's budget
+    _num_saved = 0.0  # tokens of earlier budgets that are reserved for the next block of the tower
+
+    def schedule_chunks(self, step: ScheduledStep, is_mixed: bool = False) -> None:
+        budget, left_out = self.mixed_budget, self._left_out
+        if not (is_mixed and left_out and left_out[0].key in self.prefilling and self.images.part_left(left_out[1])):
+            left_out, self._num_saved = None, 0
+        self._is_mixed, self._left_out, self._num_used = is_mixed, left_out, 0
+        if left_out is not None:
+            self.mixed_budget = budget._replace(num_tokens=budget.num_tokens / 2)
+        super().schedule_chunks(step, is_mixed)
+        self.mixed_budget = budget
+        if left_out is not None:
+            num_left = budget.num_tokens - step.num_decode_tokens - self._num_used
+            self._compute_blocks(left_out[1], max(num_left, budget.num_tokens / 4))
+
+    def _compute_blocks(self, image: PromptImage, num_tokens: float) -> None:
+        """Let the tower compute as many blocks as `num_tokens` more tokens of a budget allow."""
+        cost = self.cost_of_image(image) / self.images.num_blocks
+        num_blocks, self._num_saved = divmod(self._num_saved + num_tokens, cost)
+        if num_blocks:
+            with self.on_device():
+                self.images.advance(image, int(num_blocks))
 
     def chunk_end(self, budget: TokenBudget, seq: Sequence, others_wait: bool) -> int:
         """Return the index where the chunk must end, so that the chunk and its images are within the budget.
 
-        A chunk that begins with an image contains at least one token of the image, even if the image exceeds the
-        budget.
+        If the chunk begins with an image that exceeds the budget, the result is the begin of the chunk in a mixed step.
+        In other steps, the chunk contains one token of the image.
         """
         start, end = seq.num_computed_tokens, super().chunk_end(budget, seq, others_wait)
-        images = self._new_images(seq, end)
+        images, self._waits_for_image = self._new_images(seq, end), False
         while images and budget.cost(start, end) + (total := sum(images.values())) > budget.num_tokens:
             last = max(start, max(images))
             if (room := budget.num_tokens - total) >= 1:
@@ -39,16 +80,28 @@ class ImageScheduler(Scheduler):
                 if shorter > last:
                     return shorter
             if last == start:
-                return min(end, start + 1)
+                if not self._is_mixed:
+                    return min(end, start + 1)
+                self._waits_for_image = True
+                self._left_out = self._left_out or (seq, next(images_in(seq, start, start + 1)).image)
+                return start
             end = last
             del images[last]
         return end
 
+    def leave_out(self, seq: Sequence, started: deque[Sequence]) -> None:
+        if not self._waits_for_image:
+            super().leave_out(seq, started)
+
     def spend(self, budget: TokenBudget, seq: Sequence, end: int) -> TokenBudget:
         left = super().spend(budget, seq, end)
-        return left._replace(num_tokens=left.num_tokens - sum(self._new_images(seq, end).values()))
+        left = left._replace(num_tokens=left.num_tokens - sum(self._new_images(seq, end).values()))
+        self._num_used += budget.num_tokens - left.num_tokens
+        return left
 
-    def _new_images(self, seq: Sequence, end: int) -> dict[int, int]:
+    def _new_images(self, seq: Sequence, end: int) -> dict[int, float]:
         """Return the cost of each new image in the chunk up to `end`, by the index of the image's first token."""
         placed = images_in(seq, seq.num_computed_tokens, end)
-        return {first: cost for image, first in placed if (cost := self.cost_of_image(image))}
+        return {
+            first: part * self.cost_of_image(image) for image, first in placed if (part := self.images.part_left(image))
+        }

@@ -12,21 +12,21 @@ from nanovllm.utils.replace import replace_methods
 from nanovllm.utils.tensor_parts import TensorPart
 from nanovllm.vision.image_blocks import ImageBlocks
 from nanovllm.vision.image_budget import ImageScheduler, cost_of_image
-from nanovllm.vision.prompt_images import PromptImage
 
 
 class ImagePart(TensorPart):
-    """A part of a message to another rank. When all parts have arrived, the rank computes embeddings of images.
+    """A part of a message to another rank. When all parts have arrived, the rank calls a method of its ImageStore.
 
-    Together, the parts contain the pickled arguments of `ImageStore.add`. They are not fields of this class, because
-    the class is pickled into a message's header, which has a constant size.
+    Together, the parts contain the pickled arguments of `ImageStore.tell_ranks`. They are not fields of this class,
+    because the class is pickled into a message's header, which has a constant size.
     """
 
     def receive(self, words: np.ndarray, runner: Any, incoming: dict[Any, Any]) -> None:
         if (tensor := self.join(words, incoming)) is not None:
-            images, leaving = pickle.loads(tensor.numpy())
+            leaving, method, *arguments = pickle.loads(tensor.numpy())
             with runner.on_device():
-                runner.images.add(images, leaving)
+                runner.images.remove(leaving)
+                getattr(runner.images, method)(*arguments)
 
 
 def use_images(engine: Engine) -> None:
@@ -37,13 +37,12 @@ def use_images(engine: Engine) -> None:
     blocks.forget_images = runner.images.clear
     scheduler: Any = engine.scheduler
     replace_methods(scheduler, ImageScheduler, "Image")
-    scheduler.cost_of_image = lambda image: (
-        0 if image.digest in runner.images else cost_of_image(image.num_tokens, engine.config.model_config)
-    )
+    scheduler.images, scheduler.on_device = runner.images, runner.on_device
+    scheduler.cost_of_image = lambda image: cost_of_image(image.num_tokens, engine.config.model_config)
     if engine.workers.processes:
         runner.images.tell_ranks = partial(_tell_ranks, engine)
 
 
-def _tell_ranks(engine: Engine, images: list[PromptImage], leaving: list[bytes]) -> None:
-    data = bytearray(pickle.dumps((images, leaving)))
+def _tell_ranks(engine: Engine, *message: Any) -> None:
+    data = bytearray(pickle.dumps(message))
     engine.workers.send_tensor(ImagePart._make, "images", torch.frombuffer(data, dtype=torch.uint8))

@@ -3,7 +3,8 @@
 Every rank has the whole tower, which encodes several images at once. P is the number of patches of all images together.
 """
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -213,6 +214,11 @@ class VisionTower(nn.Module):
         the first layers of the text model (DeepStack, arXiv:2406.04334). Each tensor in `groups` contains B images of
         one size: [B, height, width, 3] uint8.
         """
+        *_, embeddings = self.in_parts(groups)
+        return embeddings
+
+    def in_parts(self, groups: list[torch.Tensor]) -> Iterator[Any]:
+        """Compute the result of `forward` in parts. Yield None after each block, and finally the result."""
         x = self.patch_embed.proj(torch.cat([self._patches(images) for images in groups]))
         counts, *tables = zip(*(self._grid(*images.shape[:3]) for images in groups))
         residual, cos, sin = map(torch.cat, tables)
@@ -222,7 +228,8 @@ class VisionTower(nn.Module):
             x, residual = block(x, residual, grids)
             if i in mergers:
                 levels.append(mergers[i](x + residual))
-        return torch.stack([self.merger(x + residual), *levels])
+            yield None
+        yield torch.stack([self.merger(x + residual), *levels])
 
     def _patches(self, images: torch.Tensor) -> torch.Tensor:
         """Return normalized patches [B * n, 3, patch_size, patch_size]. The patches of a square are adjacent."""

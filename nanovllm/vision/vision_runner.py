@@ -1,10 +1,8 @@
 """The model runner of an engine that takes images."""
 
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import groupby
-from math import isqrt, prod
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,120 +15,8 @@ from nanovllm.engine.forward_output import PendingStep
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.utils.context import of_tokens
 from nanovllm.vision.image_feature import has_images
+from nanovllm.vision.image_store import MAX_PATCHES, ImageStore, largest_pack
 from nanovllm.vision.prompt_images import PromptImage, images_in
-from nanovllm.vision.tower import VisionTower
-
-MAX_PATCHES = 2**14  # that are encoded together, unless a single image has more
-
-
-def size_of(image: PromptImage) -> tuple[int, int]:
-    return image.rows, image.columns
-
-
-def largest_pack(num_tokens: int, max_tokens: int) -> list[tuple[int, int]]:
-    """Return the rows and columns of images that need the most memory if they are encoded together.
-
-    Each image has at most `num_tokens` tokens. All images together have `max_tokens` tokens, unless one image has more.
-    If there are several images, the last one has another size, because images of several sizes need more memory.
-    """
-    columns = isqrt(num_tokens)
-    rows = num_tokens // columns
-    sizes = [(rows, columns)] * max(1, (max_tokens - 1) // (rows * columns))
-    rest = max_tokens - len(sizes) * rows * columns
-    return [*sizes, (1, rest)] if rest > 0 else sizes
-
-
-class ImageStore:
-    """Stores the embeddings of images on a rank's device. The keys are the digests of the images.
-
-    If the store is full, the least recently used embeddings are removed. Rank 0 chooses which images are encoded and
-    which are removed, and tells the other ranks.
-    """
-
-    def __init__(self, tower: VisionTower, max_tokens: int, device: torch.device, max_patches: int = MAX_PATCHES):
-        """max_tokens: the maximum number of stored embeddings.
-        max_patches: the maximum number of patches of images that are encoded together.
-        """
-        self._tower, self._max_tokens, self._device = tower, max_tokens, device
-        self.max_patches = max_patches
-        self._embeddings: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # [1 + layers, tokens, hidden_size]
-        self._cleared: list[bytes] = []  # digests that the other ranks must still remove
-        # called with the images to encode together, and the digests of the images to remove; see setup.py
-        self.tell_ranks: Callable[[list[PromptImage], list[bytes]], None] = lambda images, leaving: None
-
-    def __contains__(self, digest: bytes) -> bool:
-        return digest in self._embeddings
-
-    def __getitem__(self, digest: bytes) -> torch.Tensor:
-        return self._embeddings[digest]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(x.shape[1] for x in self._embeddings.values())
-
-    def require(self, images: Iterable[PromptImage]) -> None:
-        """Compute the embeddings of the images that are not stored. Only rank 0 calls this method.
-
-        First, the least recently used images are removed, because the images of the previous step may exceed
-        `max_tokens`. The most recently used image stays, because the next chunk may begin inside this image.
-        """
-        needed = {image.digest: image for image in images}
-        self._make_room(0, [*needed, *[*self._embeddings][-1:]])
-        if new := [image for digest, image in needed.items() if digest not in self._embeddings]:
-            self._make_room(sum(image.num_tokens for image in new), needed)
-        for pack in self._packs(new):
-            self.tell_ranks(pack, self._cleared)
-            self._cleared = []
-            self.add(pack)
-        for digest in needed:  # packs have another order
-            self._embeddings.move_to_end(digest)
-
-    def _packs(self, images: list[PromptImage]) -> Iterator[list[PromptImage]]:
-        """Yield lists of images that are encoded together. In a list, images of the same size are adjacent."""
-        pack, num_patches = list[PromptImage](), 0
-        for image in sorted(images, key=size_of):
-            patches = image.num_tokens * self._tower.config.merge_size**2
-            if pack and num_patches + patches > self.max_patches:
-                yield pack
-                pack, num_patches = [], 0
-            pack.append(image)
-            num_patches += patches
-        if pack:
-            yield pack
-
-    def _make_room(self, num_tokens: int, kept: Collection[bytes]) -> None:
-        """Remove the least recently used images, except `kept`, until `num_tokens` more embeddings fit."""
-        num_tokens += self.num_tokens
-        for digest in [digest for digest in self._embeddings if digest not in kept]:
-            if num_tokens <= self._max_tokens:
-                break
-            num_tokens -= self._embeddings.pop(digest).shape[1]
-            self._cleared.append(digest)
-
-    @torch.inference_mode()
-    def add(self, images: list[PromptImage], leaving: Iterable[bytes] = ()) -> None:
-        """Remove the images `leaving`, and compute the embeddings of `images`.
-
-        In `images`, images of the same size must be adjacent.
-        """
-        for digest in leaving:
-            self._embeddings.pop(digest, None)
-        sizes = [len(image.pixels) for image in images]
-        pinned = self._device.type == "cuda"  # otherwise, the copy would wait for all queued steps
-        pixels = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
-        for part, image in zip(pixels.split(sizes), images):
-            part.numpy()[:] = np.frombuffer(image.pixels, np.uint8)
-        side = self._tower.config.patch_size * self._tower.config.merge_size  # of a token, in pixels
-        shapes = [(len([*same]), rows * side, columns * side, 3) for (rows, columns), same in groupby(images, size_of)]
-        parts = pixels.to(self._device, non_blocking=True).split([*map(prod, shapes)])
-        groups = [part.view(shape) for part, shape in zip(parts, shapes)]
-        embeddings = self._tower(groups).split([image.num_tokens for image in images], 1)
-        for image, own in zip(images, embeddings):
-            self._embeddings[image.digest] = own.clone()  # a view would keep the memory of all images
-
-    def clear(self) -> None:
-        self._cleared += self._embeddings
-        self._embeddings.clear()
 
 
 class ImageTokens(NamedTuple):
