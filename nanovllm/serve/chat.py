@@ -26,7 +26,7 @@ TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "documents
 def conversation(body: ChatFields) -> list[prompts.Message]:
     """Return the client's messages. Tool calls get OpenAI's newer form, and images become `image_url` parts.
 
-    Raises TypeError or ValueError for invalid `mm_processor_kwargs`.
+    Raises TypeError or ValueError for invalid `mm_processor_kwargs`. Raises ApiError for an invalid message.
     """
     sent, pixels = body.as_sent("messages"), check_pixels("mm_processor_kwargs", body.mm_processor_kwargs or {})
     return [_message(message, sent[i], i, pixels) for i, message in enumerate(body.messages)]
@@ -234,15 +234,18 @@ def _message(message: Message, sent: dict[str, Any], index: int, pixels: Mapping
 
 
 def _image_part(part: Mapping[str, Any], pixels: Mapping[str, int]) -> dict[str, Any]:
-    """Return an image part without unknown entries.
+    """Return an image part without unknown entries. Raises ApiError if no known entry has a string with the image.
 
     The returned part has the type `image_url`. A string in an `image_url` part is never used as a path, so no request
     can read a file by its path.
     """
     entries = {**pixels, **image_entries(part)}
-    url = next((entries[name] for name in ("image_url", part["type"], "url") if name in entries), "")
+    others = ", ".join(f"{name!r:.80}" for name in entries if name not in LIMITS) or "no image"
+    problem = f"messages: an image part of type {part['type']!r} has {others:.200}: must have 'image_url'"
+    name = require(next((name for name in ("image_url", part["type"], "url") if name in entries), None), problem)
+    require(isinstance(entries[name], str), f"messages: {name}={entries[name]!r:.80}: must be a string with a URL")
     limits = {name: entries[name] for name in LIMITS if name in entries}
-    return {"type": "image_url", "image_url": url, **limits}
+    return {"type": "image_url", "image_url": entries[name], **limits}
 
 
 def _text(content: str | list[dict[str, Any]] | None) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 try:
-    from PIL import ExifTags, Image, ImageOps
+    from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 except ImportError as error:
     raise ImportError("images need Pillow: pip install 'nano-vllm[images]'") from error
 try:  # the class of transformers 5 that needs no torchvision
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from nanovllm.config import Config
 
 # Pillow reads more formats, some of them with other programs
-WEB_FORMATS = "GIF", "JPEG", "PNG", "WEBP"
+WEB_FORMATS = "PNG", "JPEG", "WEBP", "GIF"
 FORMATS = *WEB_FORMATS, "BMP", "PPM", "TIFF"
 MAX_BYTES = 2**26  # of a file
 MAX_PIXELS = 2**26  # before scaling; a file of a few kilobytes may claim to have more
@@ -83,8 +83,7 @@ class ImageReader:
             source = read_file(path, f"image={str(path)!r:.200}", MAX_BYTES)
         with _image_errors():
             if isinstance(source, (bytes, bytearray, memoryview)):
-                Image.init()  # loads all formats, which `open` requires if some are named
-                source = Image.open(io.BytesIO(source), formats=FORMATS if is_trusted else WEB_FORMATS)
+                source = _open_file(source, FORMATS if is_trusted else WEB_FORMATS)
             elif isinstance(source, np.ndarray):
                 if source.dtype != np.uint8:
                     raise TypeError(f"image: is an array of {source.dtype}: must be an array of uint8")
@@ -103,6 +102,15 @@ class ImageReader:
             if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:  # otherwise, only a copy
                 image = ImageOps.exif_transpose(image)
             return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _open_file(data: bytes | bytearray | memoryview, formats: tuple[str, ...]) -> Any:
+    Image.init()  # loads all formats, which `open` requires if some are named
+    try:
+        return Image.open(io.BytesIO(data), formats=formats)
+    except UnidentifiedImageError as error:  # its message contains the address of the BytesIO
+        *others, last = (name.replace("WEBP", "WebP") for name in formats)
+        raise ValueError(f"image: unknown format: must be {', '.join(others)} or {last}") from error
 
 
 @contextmanager
