@@ -5,6 +5,7 @@ import base64
 import io
 import json
 import random
+import socket
 import sys
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Barrier, Event, Thread, current_thread
-from time import sleep
+from time import monotonic, sleep
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -1280,6 +1281,14 @@ def test_downloads(make_vision, monkeypatch):
         monkeypatch.setattr(image_urls, "MAX_SECONDS", 0.3)
         with pytest.raises(ValueError, match="slow.png': takes more than 0.3 s"):
             reader.read(f"{url}/slow.png", is_trusted=False)
+        # the time to find the address counts too
+        late = lambda host, port: sleep(0.4) or ("127.0.0.1", port)
+        with monkeypatch.context() as slow, pytest.raises(ValueError, match="slow.png': takes more than 0.5 s"):
+            slow.setattr(image_urls, "_public_address", late)
+            slow.setattr(image_urls, "MAX_SECONDS", 0.5)
+            begin = monotonic()
+            reader.read(f"{url}/slow.png", is_trusted=False)
+        assert 0.5 <= monotonic() - begin < 0.85
         monkeypatch.setitem(image_urls.PORTS, "http", http_server.server_port)
         with pytest.raises(ValueError, match="the answer has status 404"):
             reader.read("http://pictures.test/none.png", is_trusted=False)
@@ -1287,6 +1296,26 @@ def test_downloads(make_vision, monkeypatch):
         http_server.shutdown()
     with pytest.raises(ValueError, match="can't be fetched .ConnectionRefusedError"):
         reader.read(f"{url}/a.png", is_trusted=False)
+
+
+def test_slow_resolvers(make_vision, monkeypatch):
+    """A lookup that hangs ends with the deadline, and a failed one has its own message."""
+    reader, ended = image_prompt_reader(make_vision().input_processor).reader, Event()
+    reader.config.resolve(allowed_media_domains=("pictures.test",))
+    monkeypatch.setattr(image_urls, "MAX_SECONDS", 0.1)
+    monkeypatch.setattr(image_urls.socket, "getaddrinfo", lambda *arguments, **options: ended.wait(60) and [])
+    begin = monotonic()
+    with pytest.raises(ValueError, match="image_url='http://pictures.test/a.png': takes more than 0.1 s"):
+        reader.read("http://pictures.test/a.png", is_trusted=False)
+    assert 0.1 <= monotonic() - begin < 5
+    ended.set()
+
+    def fail(*arguments, **options):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(image_urls.socket, "getaddrinfo", fail)
+    with pytest.raises(ValueError, match=r"can't be fetched \(gaierror: .*Name or service not known\)"):
+        reader.read("http://pictures.test/a.png", is_trusted=False)
 
 
 @pytest.mark.filterwarnings("ignore")  # Pillow's, about damaged files

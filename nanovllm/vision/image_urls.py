@@ -6,6 +6,7 @@ import http.client
 import ipaddress
 import socket
 import ssl
+from concurrent import futures
 from contextlib import suppress
 from pathlib import Path
 from threading import Timer
@@ -13,10 +14,12 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote, urlsplit
 
+from nanovllm.utils.daemon_threads import DaemonThreads
+
 if TYPE_CHECKING:
     from nanovllm.config import Config
 
-MAX_SECONDS = 5.0  # for connecting, and again for the download
+MAX_SECONDS = 5.0  # for finding the address, connecting and downloading together
 NAT64 = ipaddress.ip_network("64:ff9b::/96")  # a gateway may map these addresses to private IPv4 addresses
 PORTS = {"http": 80, "https": 443}
 ESCAPES = {"%2B": "+", "%2F": "/", "%3D": "=", "%0D": "", "%0A": "", "\r": "", "\n": ""}  # in base64, with line breaks
@@ -81,23 +84,26 @@ def read_file(path: Path, name: str, max_bytes: int, is_regular: bool = False) -
 
 
 def _download(url: str, domains: Any, max_bytes: int) -> bytes:
-    """Download a URL. The URL's domain must be allowed and have a public address. Redirects are refused."""
+    """Download a URL within MAX_SECONDS.
+
+    The URL's domain must be allowed and have a public address. Redirects are refused.
+    """
     parts = urlsplit(url)
     host = (parts.hostname or "").lower()
     if host not in (domains or ()):
         raise ValueError(f"image_url={url!r:.80}: {host!r:.80} is not among allowed_media_domains={domains!r:.200}")
     target = quote((parts.path or "/") + (f"?{parts.query}" if parts.query else ""), safe="/?%:@!$&'()*+,;=~[]")
-    until = float("inf")
+    until = monotonic() + MAX_SECONDS
     try:
         port = parts.port or PORTS[parts.scheme]
-        address = _public_address(host, port)
+        address = _look_up(host, port, MAX_SECONDS)
         connection: Any = http.client.HTTPConnection(host, port)
         connection.default_port = PORTS[parts.scheme]  # the Host header leaves it out
-        sock: Any = socket.create_connection(address, MAX_SECONDS)
+        sock: Any = socket.create_connection(address, max(0.001, until - monotonic()))
         if parts.scheme == "https":
             context = ssl.create_default_context()
             sock = context.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
-        until, timer = monotonic() + MAX_SECONDS, Timer(MAX_SECONDS, _shut_down, (sock,))
+        timer = Timer(max(0.0, until - monotonic()), _shut_down, (sock,))
         with sock:
             timer.start()
             try:
@@ -109,7 +115,7 @@ def _download(url: str, domains: Any, max_bytes: int) -> bytes:
                 timer.cancel()
     except (OSError, http.client.HTTPException) as error:
         problem = f"can't be fetched ({type(error).__name__}: {error})"
-        if monotonic() >= until:
+        if monotonic() >= until or isinstance(error, TimeoutError):
             problem = f"takes more than {MAX_SECONDS:g} s"
         raise ValueError(f"image_url={url!r:.80}: {problem}") from error
     except ValueError as error:
@@ -138,6 +144,20 @@ def _shut_down(sock: socket.socket) -> None:
     """
     with suppress(OSError):  # the socket is already closed
         socket.socket.shutdown(sock, socket.SHUT_RDWR)  # SSLSocket.shutdown would go on in plain text
+
+
+def _look_up(host: str, port: int, seconds: float) -> tuple[str, int]:
+    """Return the `_public_address` of `host`. Raises TimeoutError if the lookup takes longer than `seconds`.
+
+    The thread of a slow lookup ends when the resolver gives up.
+    """
+    threads = DaemonThreads("nanovllm-resolver", 1)
+    try:
+        return threads.submit(_public_address, host, port).result(seconds)
+    except futures.TimeoutError as error:  # not the builtin TimeoutError before Python 3.11
+        raise TimeoutError from error
+    finally:
+        threads.close()
 
 
 def _public_address(host: str, port: int) -> tuple[str, int]:
