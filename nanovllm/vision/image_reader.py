@@ -6,6 +6,7 @@ Pillow is an optional dependency. This file is therefore imported only when an e
 import hashlib
 import io
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
@@ -33,6 +34,8 @@ WEB_FORMATS = "PNG", "JPEG", "WEBP", "GIF"
 FORMATS = *WEB_FORMATS, "BMP", "PPM", "TIFF"
 MAX_BYTES = 2**26  # of a file
 MAX_PIXELS = 2**26  # before scaling; a file of a few kilobytes may claim to have more
+# larger images are decoded one after another. Pillow's `draft` would save memory too, but it changes pixels
+LARGE_PIXELS, LARGE = 2**24, Lock()
 LOCKS = [Lock() for _ in range(61)]  # two threads must not decode a PIL image at the same time
 KINDS = "a PIL image, an array [height, width, 3] of uint8, the bytes or the path of a file, or a data: URL"
 
@@ -58,6 +61,13 @@ class ImageReader:
         bounds: the least and the greatest number of pixels after scaling. The defaults are the bounds in the
             VisionConfig.
         """
+        if opened.width * opened.height <= LARGE_PIXELS:
+            return self._scale(opened, bounds)
+        # glibc keeps the memory that a thread has freed until the thread ends
+        with LARGE, ThreadPoolExecutor(1, thread_name_prefix="nanovllm-large-image") as thread:
+            return thread.submit(self._scale, opened, bounds).result()
+
+    def _scale(self, opened: Any, bounds: tuple[int, int] | None) -> PromptImage:
         image, vision = self._in_rgb(opened), self.vision
         square = vision.patch_size * vision.merge_size
         sizes = image.height, image.width, square, *(bounds or (vision.min_pixels, vision.max_pixels))
