@@ -864,6 +864,12 @@ def test_pictures_in_a_browser(whole_server, browser):
     assert browser.run(shown) == ["b.png", "d.webp"]
     browser.run("byId('clear').click(); send('Hi')")
     assert browser.run("sent") == "Hi" and browser.run("document.querySelectorAll('img').length") == 0
+    browser.run("sent = null; send('')")
+    assert browser.run("sent") is None  # neither text nor a picture
+    browser.run("byId('clear').click(); attach([make('e.gif', 'image/gif')])")
+    browser.wait_for("pictures.length === 1")
+    browser.run("send('')")
+    assert browser.run("sent") == [{"type": "image_url", "image_url": {"url": "data:image/gif;base64,R0lG"}}]
     browser.run("byId('clear').click()")
     assert browser.problems[num_problems:] == []
 

@@ -1137,6 +1137,31 @@ def test_terminal(make_vision, checkpoint, tmp_path, capsys):
     assert chat.messages[2]["content"] == "And?"
     with pytest.raises(OSError, match="No such file"):
         chat._command("/image", "none.png")
+    (tmp_path / "text.png").write_text("no image")
+    (tmp_path / "cut.png").write_bytes(as_bytes(image)[:-90])
+    for name, match in [
+        ("", "/image: must be followed by a file, as in `/image picture.png`"),
+        (str(tmp_path / "text.png"), "text.png: must be a PNG, JPEG, WebP or GIF file"),
+        (str(tmp_path / "cut.png"), "messages: image: can't be read"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            chat._command("/image", name)
+    assert not chat.images
+    for kind in ("JPEG", "WEBP", "GIF"):
+        (tmp_path / "b").write_bytes(as_bytes(image, kind))
+        chat._command("/image", str(tmp_path / "b"))
+        assert chat.images.pop()["image_url"]["url"] == data_url(image, kind)
+
+
+def test_terminal_of_a_text_model(make_llm, tmp_path):
+    """It refuses an image at once."""
+    from nanovllm.serve.terminal.conversation import Conversation
+    from nanovllm.serve.terminal.sources import LocalModel
+
+    (tmp_path / "a.png").write_bytes(as_bytes(picture(50, 30)))
+    chat = Conversation(LocalModel(make_llm(TINY), "a model"), {}, ("temperature",))
+    with pytest.raises(ValueError, match="this engine takes no images"):
+        chat._command("/image", str(tmp_path / "a.png"))
 
 
 @pytest.fixture(scope="module")

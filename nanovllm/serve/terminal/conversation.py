@@ -2,7 +2,7 @@
 
 import base64
 import json
-import mimetypes
+import re
 import shlex
 import sys
 from contextlib import closing
@@ -16,6 +16,7 @@ from nanovllm.serve.terminal.sources import Piece, Source
 from nanovllm.utils.checks import hint
 
 MIN_SECONDS = 0.01  # if all tokens arrive within this time, in one piece for example, their rate says nothing
+IMAGE_KINDS = {"png": rb"\x89PNG", "jpeg": rb"\xff\xd8\xff", "webp": rb"RIFF....WEBP", "gif": rb"GIF8"}  # first bytes
 COMMANDS = {
     "/help": "list the commands",
     "/clear": "forget the conversation, but keep the system prompt",
@@ -90,7 +91,11 @@ class Conversation:
                 self.messages.clear()
                 self.images.clear()
             case "/image":
-                self.images.append(_image_part(Path(argument).expanduser()))
+                if not argument:
+                    raise ValueError("/image: must be followed by a file, as in `/image picture.png`")
+                image = _image_part(Path(argument).expanduser())
+                self.source.check_image(image)
+                self.images.append(image)
                 self._note(f"{len(self.images)} image{'s' * (len(self.images) > 1)} for the next message")
             case "/system":
                 if argument:
@@ -204,9 +209,13 @@ def _problem(error: Exception) -> str:
 
 
 def _image_part(file: Path) -> dict[str, Any]:
-    """Return an image as a part of a message. Raises OSError if the file can't be read."""
-    kind, data = mimetypes.guess_type(file)[0] or "image/png", base64.b64encode(file.read_bytes()).decode()
-    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+    """Return an image as a part of a message. Raises OSError or ValueError if the file can't be read."""
+    data = file.read_bytes()
+    kind = next((kind for kind, start in IMAGE_KINDS.items() if re.match(start, data, re.DOTALL)), None)
+    if kind is None:
+        raise ValueError(f"{file}: must be a PNG, JPEG, WebP or GIF file")
+    url = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _value(text: str) -> Any:

@@ -43,6 +43,12 @@ class Source(Protocol):
     def check(self, params: dict[str, Any]) -> None:
         """Raise ValueError or TypeError if a sampling parameter is wrong."""
 
+    def check_image(self, part: dict[str, Any]) -> None:
+        """Raise ValueError if the model can't read an image, which is a part of a message.
+
+        A server is not asked, so it may refuse the image later.
+        """
+
     def all_params(self, params: dict[str, Any]) -> dict[str, Any]:
         """Return the given sampling parameters.
 
@@ -70,6 +76,10 @@ class LocalModel:
 
     def check(self, params: dict[str, Any]) -> None:
         replace(self.defaults, **params)
+
+    def check_image(self, part: dict[str, Any]) -> None:
+        messages: list[Message] = [{"role": "user", "content": [part]}]
+        self.llm.input_processor.tokenize(messages)
 
     def all_params(self, params: dict[str, Any]) -> dict[str, Any]:
         return asdict(replace(self.defaults, **params))
@@ -129,6 +139,9 @@ class Server:
 
     def check(self, params: dict[str, Any]) -> None:
         SamplingParams(**params)
+
+    def check_image(self, part: dict[str, Any]) -> None:
+        pass
 
     def all_params(self, params: dict[str, Any]) -> dict[str, Any]:
         return params
