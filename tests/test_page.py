@@ -308,7 +308,7 @@ def test_page_is_closed_to_the_outside():
 def test_pictures_can_be_added_if_the_model_takes_images():
     """The page learns this from a key frame. It offers the formats that the engine reads, and may show them."""
     reader, page = pytest.importorskip("nanovllm.vision.image_reader"), render_page()
-    (accepted,) = re.findall(r'<input id="files" type="file" multiple accept="([^"]*)" hidden>', page)
+    (accepted,) = re.findall(r'<input id="files" type="file" multiple accept="([^"]*)"[^>]* hidden>', page)
     assert accepted.split(",") == [f"image/{kind.lower()}" for kind in ("PNG", "JPEG", "WEBP", "GIF")]
     assert {kind.removeprefix("image/").upper() for kind in accepted.split(",")} == {*reader.WEB_FORMATS}
     assert re.search(r'<button id="attach" type="button"[^>]* hidden>', page)  # until the key frame has arrived
