@@ -2,9 +2,12 @@
 
 import asyncio
 import base64
+import gc
 import io
 import json
 import random
+import resource
+import shutil
 import socket
 import sys
 import tracemalloc
@@ -198,12 +201,26 @@ class Reference:
         return self.computed[key]
 
     def _compute(self, token_ids: list[int], images: PromptImages | None) -> torch.Tensor:
+        return self.model(**self._inputs(token_ids, images)).logits[0].log_softmax(-1)
+
+    def _inputs(self, token_ids: list[int], images: PromptImages | None) -> dict:
         inputs = {"input_ids": torch.tensor([token_ids])}
         if images is not None:
             inputs |= self.pixels(images)
             inputs |= {"mm_token_type_ids": (inputs["input_ids"] == PAD_ID).int()} if V5 else {}
             self.model.model.rope_deltas = None
-        return self.model(**inputs).logits[0].log_softmax(-1)
+        return inputs
+
+    def beams(
+        self, token_ids: list[int], images: PromptImages | None, params: BeamSearchParams
+    ) -> list[tuple[list[int], float]]:
+        """The tokens and the score of each beam that transformers' generate finds."""
+        inputs, width = self._inputs(token_ids, images), params.beam_width
+        lengths = dict(max_new_tokens=params.max_tokens, length_penalty=params.length_penalty)
+        beams = dict(do_sample=False, num_beams=width, num_return_sequences=width, pad_token_id=0)
+        beams |= dict(eos_token_id=99999, output_scores=True, return_dict_in_generate=True)  # no beam ends early
+        out = self.model.generate(**inputs, **beams, **lengths)
+        return [(x[len(token_ids) :].tolist(), y.item()) for x, y in zip(out.sequences, out.sequences_scores)]
 
     @staticmethod
     def pixels(images: PromptImages) -> dict:
@@ -451,6 +468,15 @@ def test_prefix_hits(make_vision, checkpoint):
     turn["multi_modal_data"] = llm.input_processor.tokenize(prompt)[2]
     (later,) = llm.generate(turn, params, use_tqdm=False)
     assert later.num_cached_tokens >= whole and not llm.core.model_runner._has_images
+    reference.check([turn], [later])
+    # and a turn with a further image, behind blocks with the first
+    ids = [*later.prompt_token_ids, *later.outputs[0].token_ids, FIRST_ID]
+    first, second = turn["multi_modal_data"].images[0], llm.input_processor.tokenize(other)[2].images[0]
+    ids += [*[PAD_ID] * second.num_tokens, FIRST_ID + 1, 7, 8]
+    further = {"prompt_token_ids": ids, "multi_modal_data": PromptImages([first, second], ids, PAD_ID)}
+    outputs += llm.generate(further, params, use_tqdm=False)
+    assert outputs[-1].num_cached_tokens >= len(later.prompt_token_ids) // 16 * 16
+    reference.check([further], outputs[-1:])
     llm.reset_prefix_cache()
     assert llm.core.model_runner.images.num_tokens == 0
     (again,) = llm.generate(same, params, use_tqdm=False)
@@ -654,14 +680,20 @@ def test_pixels_are_freed(make_vision):
     assert requests[0].group[0].feature_state == {"vision": None}
 
 
-def test_beams(make_vision):
-    """Forks keep the image, and beams differ with it."""
-    llm, params = make_vision(), BeamSearchParams(beam_width=3, max_tokens=5, ignore_eos=True)
-    prompts = [with_images(random.Random(0), picture(50, 30, seed)) for seed in (0, 1)]
-    found = llm.beam_search(prompts, params)
-    small = make_vision(max_num_seqs=1, max_num_batched_tokens=20)
+@pytest.mark.parametrize("name", DENSE)
+def test_beams(make_vision, checkpoint, name):
+    """Those of transformers. Forks keep the image, and beams differ with it."""
+    llm, params = make_vision(name), BeamSearchParams(beam_width=3, max_tokens=5, ignore_eos=True)
+    prompts = [with_images(random.Random(0), picture(50, 30, seed), picture(24, 40, 2)) for seed in (0, 1)]
+    found, reference = llm.beam_search(prompts, params), Reference(checkpoint(name)[1], llm)
+    small = make_vision(name, max_num_seqs=1, max_num_batched_tokens=20)
     for output, alone in zip(found, [small.beam_search(prompt, params)[0] for prompt in prompts]):
         assert [beam.token_ids for beam in output.outputs] == [beam.token_ids for beam in alone.outputs]
+    for prompt, output in zip(prompts, found):
+        _, token_ids, images = llm.input_processor.tokenize(prompt)
+        expected = reference.beams(token_ids, images, params)
+        assert [beam.token_ids for beam in output.outputs] == [ids for ids, _ in expected]
+        assert [beam.score for beam in output.outputs] == pytest.approx([x for _, x in expected], abs=1e-4)
     assert found[0].outputs[0].cumulative_logprob != found[1].outputs[0].cumulative_logprob
 
 
@@ -672,6 +704,68 @@ def test_drafts(make_vision, checkpoint, method):
     llm = make_vision(DENSE[-1], speculative_config=drafting, **SCHEDULES["chunks"])
     prompts, params = map(list, zip(*make_requests(8)[:5]))
     Reference(checkpoint(DENSE[-1])[1], llm).check(prompts, generate_by_steps(llm, zip(prompts, params)))
+
+
+@pytest.fixture
+def mtp_checkpoint(checkpoint, tmp_path) -> str:
+    """The checkpoint of Qwen3.5 with a drafting layer (MTP) of random weights."""
+    from safetensors.torch import load_file, save_file
+
+    if "qwen3_5" not in CASES:
+        pytest.skip("this version of transformers does not have Qwen3.5")
+    folder = Path(shutil.copytree(checkpoint("qwen3_5")[0], tmp_path / "mtp"))
+    tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=generator)
+    own = {"mtp.fc.weight": draw(64, 128) / 8}
+    own |= {f"mtp.{name}.weight": 0.3 * draw(64) for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    layer = "model.language_model.layers.1."
+    for name, x in tensors.items():
+        if name.startswith(layer):
+            own[name.replace(layer, "mtp.layers.0.")] = draw(*x.shape) * (x.shape[-1] ** -0.5 if x.dim() > 1 else 0.3)
+    save_file(tensors | own, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["mtp_num_hidden_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.parametrize("schedule", ["chunks", "preemptions"])
+def test_drafts_of_mtp(make_llm, mtp_checkpoint, checkpoint, monkeypatch, schedule):
+    """Right drafts, several in a row behind images, and wrong ones between them; the steps are queued ahead."""
+    from test_heads import text_of
+
+    from nanovllm.spec_decode import drafting_scheduler
+    from nanovllm.spec_decode.draft_heads import Head
+
+    monkeypatch.setattr(drafting_scheduler, "LIMIT", 100.0)  # otherwise, wrong drafts would soon end the drafting
+    requests = make_requests(16)[: 4 if schedule == "preemptions" else 6]
+    prompts, params = map(list, zip(*requests))
+    settings = SETTINGS | SCHEDULES[schedule] | dict(async_scheduling=True)
+    llm = poison(make_llm(checkpoint("qwen3_5")[0], **SETTINGS))
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    texts = [(*x.prompt_token_ids, *answer.token_ids) for x in outputs for answer in x.outputs]
+    draft, rng, fraction = Head.draft, random.Random(0), 1.0
+
+    def draft_known(self, arrays):
+        draft(self, arrays)
+        for i in arrays["req_indices"].tolist():
+            text, own = text_of(self.runner, i), self.runner.tables.last_token_ids[i, 1 : 1 + arrays["drafts"].shape[1]]
+            known = [x[len(text) :] for x in texts if x[: len(text)] == text]
+            for j, token_id in enumerate(rng.choice(known)[: int((own >= 0).sum())] if known else ()):
+                own[j] = token_id if rng.random() < fraction else (token_id + 1) % 2000
+
+    monkeypatch.setattr(Head, "draft", draft_known)
+    drafting = {"method": "mtp", "num_speculative_tokens": 3}
+    for fraction in 1.0, 0.7:
+        llm = poison(make_llm(mtp_checkpoint, **settings, speculative_config=drafting))
+        found = generate_by_steps(llm, requests)
+        Reference(checkpoint("qwen3_5")[1], llm).check(prompts, found)
+        assert [[x.token_ids for x in y.outputs] for y in found] == [[x.token_ids for x in y.outputs] for y in outputs]
+        stats = llm.stats()
+        num_drafted, num_accepted = (stats["spec_decode"][f"{x}_tokens"] for x in ("draft", "accepted"))
+        assert num_accepted == num_drafted if fraction == 1 else 0 < num_accepted < num_drafted
+        assert stats["spec_decode"]["accepted_per_position"][2] > 3, "few were accepted in a row"
+        assert stats["preemptions"] > 0 or schedule != "preemptions"
 
 
 @pytest.mark.parametrize("start, end", [(0, 26), (3, 24), (20, 26), (21, 22), (23, 26)])
@@ -710,13 +804,33 @@ def test_formats_of_weights(make_vision, name):
     assert torch.equal(*embeddings)
 
 
-def test_structured_outputs(make_vision):
+@pytest.mark.parametrize("name", DENSE)
+def test_fp8(make_vision, checkpoint, monkeypatch, tmp_path, name):
+    """As transformers computes with the dequantized weights of the text model."""
+    from test_quantization import write_quantized
+
+    ends = ("_proj.weight", "_qkv.weight", "_proj_z.weight", "_proj_a.weight", "_proj_b.weight")
+    is_linear = lambda name: name.endswith(ends) and ".visual." not in name
+    monkeypatch.setattr("test_quantization.is_linear", is_linear)
+    folder, model = checkpoint(name)
+    _, plain = write_quantized(folder, tmp_path, "ct-channel", margin=1.0)
+    llm = make_vision(name, quantization="fp8", **SCHEDULES["chunks"])
+    prompts, params = map(list, zip(*make_requests()[:5]))
+    outputs = generate_by_steps(llm, zip(prompts, params))
+    Reference(type(model).from_pretrained(plain, dtype=torch.float32).eval(), llm).check(prompts, outputs)
+    with pytest.raises(AssertionError):
+        Reference(model, llm).check(prompts, outputs)  # quantizing changes the answers
+
+
+def test_structured_outputs(make_vision, checkpoint):
     """With other features of a request: a grammar, a bias, a stop string and log-probabilities."""
     pytest.importorskip("llguidance")
     llm = make_vision(**SCHEDULES["chunks"])
-    prompt = in_openai_form(picture(50, 30))
-    params = SamplingParams(temperature=0.5, seed=0, max_tokens=20, structured_outputs={"regex": "[0-9]{4} cats"})
-    assert llm.chat(prompt, params, use_tqdm=False)[0].outputs[0].text[4:] == " cats"
+    prompt, grammar = in_openai_form(picture(50, 30)), {"regex": "[0-9]{4} cats"}
+    params = SamplingParams(temperature=0.5, seed=0, max_tokens=20, structured_outputs=grammar, logprobs=0)
+    outputs = llm.chat(prompt, params, use_tqdm=False)
+    assert outputs[0].outputs[0].text[4:] == " cats"
+    Reference(checkpoint("qwen3_vl")[1], llm).check([prompt], outputs)
     params = SamplingParams(temperature=0.5, seed=0, max_tokens=40, stop=["e"], presence_penalty=0.5, logprobs=1)
     output = llm.chat(prompt, params, use_tqdm=False)[0].outputs[0]
     assert len(output.logprobs) == len(output.token_ids)
@@ -1373,22 +1487,41 @@ def test_slow_resolvers(make_vision, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore")  # Pillow's, about damaged files
 def test_damaged_files(make_vision):
-    """Cut, and with other bytes: a ValueError or an image, and nothing else."""
+    """Cut, and with other bytes: an image or a ValueError without an address, and no memory that stays."""
     reader, rng = image_prompt_reader(make_vision().input_processor).reader, random.Random(0)
-    num_read = 0
-    for kind in ("PNG", "JPEG", "GIF", "WEBP", "TIFF", "BMP"):
-        whole = as_bytes(picture(33, 21), kind)
-        for _ in range(60):
-            data = bytearray(whole[: rng.randrange(len(whole))] if rng.random() < 0.4 else whole)
-            for _ in range(rng.choice((0, 1, 3, 20))):
-                data[rng.randrange(len(data))] = rng.randrange(256) if data else 0
-            try:
-                image = reader.read(bytes(data))
-            except ValueError:
-                continue
-            num_read += 1
-            assert len(image.pixels) == image.num_tokens * 4 * 48
-    assert num_read > 20
+    image, num_files, num_read = picture(233, 121), 2000, 0
+    kinds = ("PNG", "JPEG", "GIF", "WEBP", "TIFF", "BMP", "PPM")
+    whole = [as_bytes(image, kind) for kind in kinds]
+    whole += [as_bytes(image.convert("P")), as_bytes(image.convert("I;16")), as_bytes(image.convert("CMYK"), "JPEG")]
+    whole += [as_bytes(image, "JPEG", progressive=True), as_bytes(image, "TIFF", compression="tiff_lzw")]
+    whole.append(as_bytes(image, "GIF", save_all=True, append_images=[picture(233, 121, 1)]))
+
+    def read_damaged(data: bytes) -> bool:
+        damaged = bytearray(data[: rng.randrange(1, len(data))] if rng.random() < 0.4 else data)
+        for _ in range(rng.choice((0, 1, 3, 20))):
+            # headers are short, and decide about sizes and formats
+            end = min(len(damaged), 200) if rng.random() < 0.5 else len(damaged)
+            damaged[rng.randrange(end)] = rng.randrange(256)
+        try:
+            found = reader.read(bytes(damaged), is_trusted=rng.random() < 0.5)
+        except ValueError as error:
+            assert " at 0x" not in str(error)
+            return False
+        assert len(found.pixels) == found.num_tokens * 4 * 48
+        return True
+
+    def memory() -> int:
+        """The process's bytes, because Python does not count those of Pillow's pixels."""
+        gc.collect()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    for i in range(num_files):
+        num_read += read_damaged(whole[i % len(whole)])
+        if i == num_files // 4:
+            before = memory()
+    stays = memory() - before
+    assert num_files / 5 < num_read < num_files * 4 / 5
+    assert stays < 2**25, "damaged files leave memory"
 
 
 # -- servers -----------------------------------------------------------------------------------------------------------
