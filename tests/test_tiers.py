@@ -579,10 +579,10 @@ def test_hits_of_conversations(num_blocks, num_rows, settings, least):
 
 
 def test_the_simulation_of_conversations(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["hits_of_conversations.py", "--states", "6", "--pauses", "0", "100"])
+    monkeypatch.setattr(sys, "argv", ["hits_of_conversations.py", "--states", "6", "--pauses", "0"])
     runpy.run_path(str(Path(__file__).parent / "scripts/hits_of_conversations.py"), run_name="__main__")
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
-    assert [row[0] for row in rows] == 6 * ["0"] + 6 * ["100"] and int(rows[0][2][:-1]) > 50
+    assert [row[0] for row in rows] == 6 * ["0"] and int(rows[0][2][:-1]) > 50
 
 
 # -- with a model ------------------------------------------------------------------------------------------------------

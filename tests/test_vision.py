@@ -739,7 +739,7 @@ def test_drafts_of_mtp(make_llm, mtp_checkpoint, checkpoint, monkeypatch, schedu
     from nanovllm.spec_decode.draft_heads import Head
 
     monkeypatch.setattr(drafting_scheduler, "LIMIT", 100.0)  # otherwise, wrong drafts would soon end the drafting
-    requests = make_requests(16)[: 4 if schedule == "preemptions" else 6]
+    requests = make_requests(16)[:4]
     prompts, params = map(list, zip(*requests))
     settings = SETTINGS | SCHEDULES[schedule] | dict(async_scheduling=True)
     llm = poison(make_llm(checkpoint("qwen3_5")[0], **SETTINGS))
