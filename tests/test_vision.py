@@ -34,6 +34,7 @@ from test_models import V5
 from test_states import poison
 
 from nanovllm import LLM, BeamSearchParams, LoRARequest, SamplingParams
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.kernels.launch import gpu_features
 from nanovllm.models import ModelConfig, make_model
 from nanovllm.requests.read_prompts import image_prompt_reader
@@ -659,6 +660,9 @@ def test_images_in_parts(make_vision, checkpoint, monkeypatch, num_ranks):
     llm.add_request([5, 6, 7], params)
     llm.step()
     llm.abort(begin(first))
+    llm.step()
+    llm.step()
+    assert not store._begun, "it takes memory"
     kept = begin(second)
     assert len(store._begun) == 1
     llm.engine_thread.call(store.clear)
@@ -668,6 +672,23 @@ def test_images_in_parts(make_vision, checkpoint, monkeypatch, num_ranks):
         outputs |= {output.request_id: output for output in llm.step().finished}
     assert not store._begun and len(encoded) == 4, "two images, of which each was forgotten once"
     Reference(checkpoint("qwen3_vl")[1], llm).check([second, first], [outputs[kept], outputs[again]])
+
+
+def test_an_error_while_an_image_is_begun(make_vision, monkeypatch):
+    llm = make_vision(max_num_mixed_tokens=40)
+    scheduler, store = llm.scheduler, llm.core.model_runner.images
+    llm.add_request([5, 6, 7], SamplingParams(max_tokens=60, ignore_eos=True))
+    llm.step()
+    llm.add_request(with_images(random.Random(0), picture(88, 64)), SamplingParams(max_tokens=3))
+    while not store._begun:
+        llm.step()
+    budget = scheduler.mixed_budget
+    monkeypatch.setattr(Scheduler, "chunk_end", lambda *_: 1 / 0)
+    with pytest.raises(RuntimeError, match="a step has failed"):
+        while True:
+            llm.add_request([5, 6, 7], SamplingParams(max_tokens=1))
+            llm.step()
+    assert scheduler.mixed_budget == budget and scheduler._left_out is None
 
 
 def test_pixels_are_freed(make_vision):

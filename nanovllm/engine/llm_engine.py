@@ -211,8 +211,8 @@ class LLMEngine:
         memory. `stored_blocks` is the number of blocks that were copied to host memory. `lost_copies` is the number of
         failed copies. Host memory has `host_rows` rows, of which `host_rows_used` contain blocks or states. A block
         takes one row, and a state takes several rows. If `swap_dir` is set, `disk_blocks` is the number of blocks that
-        were read from files, `disk_hits` is the part of `host_hits` that was read from files, and `disk_files` is the
-        number of files.
+        were read from files. `disk_hits` is the number of prompt tokens in these blocks, and `disk_files` is the number
+        of files.
         `preemptions`: how often a sequence was preempted.
         `tokens`: the numbers of prompt tokens (`in`) and generated tokens (`out`).
         `pooled`, for tasks other than "generate": a dict that maps the task to the number of prompts whose vector was

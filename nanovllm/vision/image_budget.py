@@ -44,18 +44,33 @@ class ImageScheduler(Scheduler):
     _num_used = 0.0  # tokens of the step's budget
     _num_saved = 0.0  # tokens of earlier budgets that are reserved for the next block of the tower
 
+    def reset(self) -> None:
+        super().reset()
+        self._left_out = None
+
     def schedule_chunks(self, step: ScheduledStep, is_mixed: bool = False) -> None:
-        budget, left_out = self.mixed_budget, self._left_out
-        if not (is_mixed and left_out and left_out[0].key in self.prefilling and self.images.part_left(left_out[1])):
-            left_out, self._num_saved = None, 0
-        self._is_mixed, self._left_out, self._num_used = is_mixed, left_out, 0
-        if left_out is not None:
+        self._forget_left_out()
+        budget, image = self.mixed_budget, None
+        if is_mixed and self._left_out is not None and self.images.part_left(self._left_out[1]):
+            _, image = self._left_out
+        self._is_mixed, self._num_used = is_mixed, 0
+        if image is not None:
             self.mixed_budget = budget._replace(num_tokens=budget.num_tokens / 2)
-        super().schedule_chunks(step, is_mixed)
-        self.mixed_budget = budget
-        if left_out is not None:
+        try:
+            super().schedule_chunks(step, is_mixed)
+        finally:
+            self.mixed_budget = budget
+        if image is not None:
             num_left = budget.num_tokens - step.num_decode_tokens - self._num_used
-            self._compute_blocks(left_out[1], max(num_left, budget.num_tokens / 4))
+            self._compute_blocks(image, max(num_left, budget.num_tokens / 4))
+
+    def _forget_left_out(self) -> None:
+        """Forget the prompt that was left out, if the prompt has ended or was preempted, or if its image is encoded."""
+        if self._left_out is not None:
+            seq, image = self._left_out
+            if seq.key not in self.prefilling or image.digest in self.images:
+                self.images.forget(image)
+                self._left_out, self._num_saved = None, 0
 
     def _compute_blocks(self, image: PromptImage, num_tokens: float) -> None:
         """Let the tower compute as many blocks as `num_tokens` more tokens of a budget allow."""

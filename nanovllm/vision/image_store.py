@@ -96,6 +96,11 @@ class ImageStore:
         self._tell_ranks("compute_blocks", [image], num_blocks)
         self.compute_blocks([image], num_blocks)
 
+    def forget(self, image: PromptImage) -> None:
+        """Forget the blocks that were computed for an image, because its prompt was aborted or preempted."""
+        if self._begun.pop(image.digest, None) is not None:
+            self._cleared.append(image.digest)
+
     def _tell_ranks(self, method: str, images: list[PromptImage], *arguments: Any) -> None:
         """Make the other ranks call `remove`, and then `method`. If an image is begun, the ranks have its pixels."""
         images = [image._replace(pixels=b"") if image.digest in self._begun else image for image in images]

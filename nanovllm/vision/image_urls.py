@@ -99,9 +99,9 @@ def _download(url: str, domains: Any, max_bytes: int) -> bytes:
         address = _look_up(host, port, MAX_SECONDS)
         connection: Any = http.client.HTTPConnection(host, port)
         connection.default_port = PORTS[parts.scheme]  # the Host header leaves it out
+        context = ssl.create_default_context() if parts.scheme == "https" else None
         sock: Any = socket.create_connection(address, max(0.001, until - monotonic()))
-        if parts.scheme == "https":
-            context = ssl.create_default_context()
+        if context is not None:
             sock = context.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
         timer = Timer(max(0.0, until - monotonic()), _shut_down, (sock,))
         with sock:

@@ -1,5 +1,6 @@
 """CUDA graphs of steps with images."""
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +47,9 @@ class VisionGraphsRunner(VisionRunner):
         super().capture_cudagraph()
         if self.mixed_graphs is not None:
             runner: Any = self  # a CUDAModelRunner
-            self.capture_images(self.mixed_graphs, runner.buffers.device, few_layers(runner))
+            # draft heads read hidden states of later layers
+            layers = few_layers(runner) if self.config.speculative_config is None else nullcontext
+            self.capture_images(self.mixed_graphs, runner.buffers.device, layers)
 
     def capture_images(self, text: MixedGraphs, buffer: torch.Tensor, *options: Any) -> None:
         """Capture the short shapes of `text` again. `options` are the last arguments of MixedGraphs."""

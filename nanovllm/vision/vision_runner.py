@@ -93,7 +93,9 @@ class VisionRunner(BatchRunner):
         peak = torch.cuda.max_memory_allocated(self.device) - before
         bytes_per_token = self.images[images[0].digest].nbytes // images[0].num_tokens
         self.images.clear()
-        return peak + (num_tokens + config.max_num_batched_tokens) * bytes_per_token
+        # an image may be begun while others are encoded: hidden states, residual, and tables of its patches
+        begun = num_tokens * (bytes_per_token + vision.merge_size**2 * 3 * vision.hidden_size * config.dtype.itemsize)
+        return peak + (num_tokens + config.max_num_batched_tokens) * bytes_per_token + begun
 
     # -- on the host ---------------------------------------------------------------------------------------------------
 

@@ -56,8 +56,9 @@ class NanoVllmSteps:
     def hits_by_tier(self) -> dict[str, int]:
         """Return how many prompt tokens came from host memory and from files since the last call of this method."""
         tiers = self.llm.stats().get("tiers", {})
-        in_files = tiers.get("disk_hits", 0)
-        totals = Counter({"in host memory": tiers.get("host_hits", 0) - in_files, "in files": in_files})
+        loaded = tiers.get("host_hits", 0)
+        in_files = min(loaded, tiers.get("disk_hits", 0))  # some blocks are read for requests that are aborted
+        totals = Counter({"in host memory": loaded - in_files, "in files": in_files})
         before, self._hits_before = self._hits_before, totals
         return totals - before
 
