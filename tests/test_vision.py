@@ -558,7 +558,9 @@ def test_memory_for_images(make_vision, monkeypatch, batch_invariant):
     monkeypatch.setattr("nanovllm.vision.vision_runner.MAX_PATCHES", 1200)
     runner = make_vision(batch_invariant=batch_invariant).core.model_runner
     # 256 tokens of the largest image, and the stored ones; three levels of 64 numbers in float32
-    assert runner._bytes_of_images() == (256 + runner.config.max_num_batched_tokens) * 3 * 64 * 4
+    embeddings = (256 + runner.config.max_num_batched_tokens) * 3 * 64 * 4
+    begun = 256 * 3 * 64 * 4 + 4 * 256 * 3 * 32 * 4  # three levels, and three tensors of patches with 32 numbers
+    assert runner._bytes_of_images() == embeddings + begun
     assert [[image.num_tokens for image in pack] for pack in packs] == [[256] if batch_invariant else [44, 256]]
     assert runner.images.num_tokens == 0
 
