@@ -154,7 +154,7 @@ def test_requests_that_are_kept(make_llm, monkeypatch):
         if threading.current_thread() is caller:
             assert paused.wait(60)
 
-    llm.core.on_step.append(pause)
+    llm.engine_thread.call(lambda: llm.core.on_step.append(pause))  # not while hooks see the last step of `generate`
     caller = threading.Thread(target=lambda: outputs.extend(llm.generate(PROMPTS, params, use_tqdm=False)))
     monkeypatch.setattr(llm.engine_thread, "_post", post)
     caller.start()
