@@ -376,6 +376,24 @@ def test_mtp(make_llm, mtp_folder, drafted, schedule, async_scheduling):
     assert llm.stats()["spec_decode"]["draft_tokens"] > 50
 
 
+plain_draft = Head.draft
+
+
+def draft_known(monkeypatch, texts: list[tuple[int, ...]], num_ids: int, fraction: float) -> None:
+    """Let heads draft how one of `texts` goes on. About `fraction` of the drafts are right, the others are wrong."""
+    rng = random.Random(0)
+
+    def draft_text(self, arrays):
+        plain_draft(self, arrays)
+        for i in arrays["req_indices"].tolist():
+            text, own = text_of(self.runner, i), self.runner.tables.last_token_ids[i, 1 : 1 + arrays["drafts"].shape[1]]
+            known = [x[len(text) :] for x in texts if x[: len(text)] == text]
+            for j, token_id in enumerate(rng.choice(known)[: int((own >= 0).sum())] if known else ()):
+                own[j] = token_id if rng.random() < fraction else (token_id + 1) % num_ids
+
+    monkeypatch.setattr(Head, "draft", draft_text)
+
+
 @pytest.mark.parametrize("schedule", ["chunks", "preemptions"])
 @pytest.mark.parametrize("mtp_folder", [("Qwen3_5", HYBRID)], indirect=True, ids=str)
 def test_drafts_of_a_device_in_states(make_llm, mtp_folder, monkeypatch, margins, schedule):
@@ -384,18 +402,8 @@ def test_drafts_of_a_device_in_states(make_llm, mtp_folder, monkeypatch, margins
     requests = [(prompt, replace(params, max_tokens=20)) for prompt, params in requests_of_heads(512)]
     outputs = generate_by_steps(margins(make_llm(str(mtp_folder), **settings)), requests)
     texts = [(*x.prompt_token_ids, *answer.token_ids) for x in outputs for answer in x.outputs]
-    draft, rng, fraction = Head.draft, random.Random(0), 1.0
-
-    def draft_known(self, arrays):
-        draft(self, arrays)
-        for i in arrays["req_indices"].tolist():
-            text, own = text_of(self.runner, i), self.runner.tables.last_token_ids[i, 1 : 1 + arrays["drafts"].shape[1]]
-            right = next((x[len(text) :] for x in texts if x[: len(text)] == text), ())
-            for j, token_id in enumerate(right[: int((own >= 0).sum())]):
-                own[j] = token_id if rng.random() < fraction else (token_id + 1) % 512
-
-    monkeypatch.setattr(Head, "draft", draft_known)
     for fraction in (1.0, 0.7):
+        draft_known(monkeypatch, texts, 512, fraction)
         llm = make_llm(str(mtp_folder), **settings, speculative_config=MTP_SETTINGS)
         assert answers(generate_by_steps(llm, requests)) == answers(outputs)
         stats = llm.stats()

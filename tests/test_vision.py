@@ -756,10 +756,9 @@ def mtp_checkpoint(checkpoint, tmp_path) -> str:
 @pytest.mark.parametrize("schedule", ["chunks", "preemptions"])
 def test_drafts_of_mtp(make_llm, mtp_checkpoint, checkpoint, monkeypatch, schedule):
     """Right drafts, several in a row behind images, and wrong ones between them; the steps are queued ahead."""
-    from test_heads import text_of
+    from test_heads import draft_known
 
     from nanovllm.spec_decode import drafting_scheduler
-    from nanovllm.spec_decode.draft_heads import Head
 
     monkeypatch.setattr(drafting_scheduler, "LIMIT", 100.0)  # otherwise, wrong drafts would soon end the drafting
     requests = make_requests(16)[:4]
@@ -768,19 +767,9 @@ def test_drafts_of_mtp(make_llm, mtp_checkpoint, checkpoint, monkeypatch, schedu
     llm = poison(make_llm(checkpoint("qwen3_5")[0], **SETTINGS))
     outputs = llm.generate(prompts, params, use_tqdm=False)
     texts = [(*x.prompt_token_ids, *answer.token_ids) for x in outputs for answer in x.outputs]
-    draft, rng, fraction = Head.draft, random.Random(0), 1.0
-
-    def draft_known(self, arrays):
-        draft(self, arrays)
-        for i in arrays["req_indices"].tolist():
-            text, own = text_of(self.runner, i), self.runner.tables.last_token_ids[i, 1 : 1 + arrays["drafts"].shape[1]]
-            known = [x[len(text) :] for x in texts if x[: len(text)] == text]
-            for j, token_id in enumerate(rng.choice(known)[: int((own >= 0).sum())] if known else ()):
-                own[j] = token_id if rng.random() < fraction else (token_id + 1) % 2000
-
-    monkeypatch.setattr(Head, "draft", draft_known)
     drafting = {"method": "mtp", "num_speculative_tokens": 3}
     for fraction in 1.0, 0.7:
+        draft_known(monkeypatch, texts, 2000, fraction)
         llm = poison(make_llm(mtp_checkpoint, **settings, speculative_config=drafting))
         found = generate_by_steps(llm, requests)
         Reference(checkpoint("qwen3_5")[1], llm).check(prompts, found)

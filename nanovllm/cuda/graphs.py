@@ -191,7 +191,7 @@ class MixedGraphs:
         sample: returns the first two fields of a `ForwardOutput`.
         pool, few_layers: see DecodeGraphs.
         """
-        self.shapes, self.pool = shapes, pool
+        self.shapes, self.pool, self.few_layers = shapes, pool, few_layers
         most: dict[int, int] = {}  # maximum number of sampled sequences, by tokens per row
         for shape in shapes:
             num_seqs, k = shape.num_sampled_tokens // shape.tokens_per_row, shape.tokens_per_row

@@ -1,7 +1,7 @@
 """Stores a rank's part of each block in host memory. Copies blocks between host memory and the rank's device."""
 
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from ctypes import Structure, byref, c_int, c_size_t, c_void_p
 from functools import partial
@@ -77,18 +77,10 @@ class HostBlocks:
         return self.rows[None] if self.shared is None else self.shared.rows
 
     def put(self, runner: "ModelRunner", number: int, copies: np.ndarray) -> None:
-        try:
-            for part, stored in self._parts(runner, copies):
-                self._copy(stored, part)
-        finally:  # after an error, a part of the copy may run
-            self._end_copy(runner, number)
+        self._copy_all(runner, number, ((stored, part) for part, stored in self._parts(runner, copies)))
 
     def get(self, runner: "ModelRunner", number: int, copies: np.ndarray) -> None:
-        try:
-            for part, stored in self._parts(runner, copies):
-                self._copy(part, stored)
-        finally:  # after an error, a part of the copy may run
-            self._end_copy(runner, number)
+        self._copy_all(runner, number, self._parts(runner, copies))
 
     def num_rows_of(self, runner: "ModelRunner", block_id: int) -> int:
         """Return how many rows a block or a recurrent state takes."""
@@ -106,6 +98,14 @@ class HostBlocks:
 
     def order_steps(self, numbers: list[int]) -> None:
         """Make all later steps wait for the copies with these numbers."""
+
+    def _copy_all(self, runner: "ModelRunner", number: int, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Make a copy, whose parts are pairs (target, source)."""
+        try:
+            for target, source in pairs:
+                self._copy(target, source)
+        finally:  # after an error, a part of the copy may run
+            self._end_copy(runner, number)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)

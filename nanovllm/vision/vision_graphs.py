@@ -1,13 +1,11 @@
 """CUDA graphs of steps with images."""
 
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
 from nanovllm.batches.batch import BatchShape, HostBatch
 from nanovllm.cuda.graphs import MixedGraphs
-from nanovllm.cuda.start import few_layers
 from nanovllm.engine.features import Arrays
 from nanovllm.engine.forward_output import ForwardOutput
 from nanovllm.vision.vision_runner import VisionRunner
@@ -47,12 +45,10 @@ class VisionGraphsRunner(VisionRunner):
         super().capture_cudagraph()
         if self.mixed_graphs is not None:
             runner: Any = self  # a CUDAModelRunner
-            # draft heads read hidden states of later layers
-            layers = few_layers(runner) if self.config.speculative_config is None else nullcontext
-            self.capture_images(self.mixed_graphs, runner.buffers.device, layers)
+            self.capture_images(self.mixed_graphs, runner.buffers.device)
 
-    def capture_images(self, text: MixedGraphs, buffer: torch.Tensor, *options: Any) -> None:
-        """Capture the short shapes of `text` again. `options` are the last arguments of MixedGraphs."""
+    def capture_images(self, text: MixedGraphs, buffer: torch.Tensor) -> None:
+        """Capture the short shapes of `text` again."""
         shapes = [shape for shape in text.shapes if shape.num_tokens <= MAX_TOKENS] or text.shapes[:1]
         model, num_tokens = self.config.model_config, max(shape.num_tokens for shape in shapes)
         size = 1 + len(model.vision.deepstack_layers), num_tokens, model.hidden_size
@@ -64,7 +60,7 @@ class VisionGraphsRunner(VisionRunner):
         parts = self.run_batch, self.sample_and_accept
         try:
             sizes = self.config.max_num_seqs, buffer, self.pad_req_index
-            self.image_graphs = MixedGraphs(shapes, *sizes, *parts, text.pool, *options)
+            self.image_graphs = MixedGraphs(shapes, *sizes, *parts, text.pool, text.few_layers)
         finally:
             self._static = None
 
