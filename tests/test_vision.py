@@ -624,10 +624,7 @@ def test_images_count_in_the_budget(make_vision, checkpoint, monkeypatch, name):
     steps.clear()
     llm.add_request([5, 6, 7], params)
     llm.step()
-    ids, outputs = [llm.add_request(*request) for request in requests], {}
-    while not llm.is_finished():
-        outputs |= {output.request_id: output for output in llm.step().finished}
-    Reference(checkpoint(name)[1], llm).check(prompts, [outputs[request_id] for request_id in ids])
+    Reference(checkpoint(name)[1], llm).check(prompts, generate_by_steps(llm, requests))
     block = cost_of_image(80, config) / store.num_blocks
     num_blocks = 0
     for num_decodes, num_tokens, images, in_parts in steps:
