@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -87,6 +88,43 @@ def use_graphs(llm) -> tuple[DecodeGraphs, MixedGraphs]:
         graphs = MixedGraphs(graph_shapes(llm.config, runner.backend), *sizes, *parts, pool=None)
     runner.graphs, runner.mixed_graphs = decode_graphs, graphs
     return decode_graphs, graphs
+
+
+def test_outputs_of_the_last_layer(make_llm, monkeypatch):
+    """Steps without graphs compute them only for tokens that are sampled, unless log-probabilities are wanted."""
+    from nanovllm.fused import fuse
+    from nanovllm.fused.decoder import FusedDecoderLayer
+
+    settings = dict(max_num_batched_tokens=32, kvcache_block_size=16, num_kvcache_blocks=60, max_num_seqs=4)
+    prompts = [[i % 90 + 5 for i in range(k, k + n)] for k, n in [(0, 50), (7, 3), (40, 1), (0, 25)]]
+    params = [SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, n=1 + i % 2) for i in range(4)]
+    wanted = replace(params[0], prompt_logprobs=0)
+    expected = generate_by_steps(make_llm(**settings), [*zip(prompts, params), (prompts[3], wanted)])
+    llm, seen = make_llm(**settings), []
+    runner, outputs = llm.model_runner, FusedDecoderLayer.outputs
+    runs_as_on_cuda(runner)
+    runner.buffers = make_buffers(llm.config, torch.device("cpu"))
+    fuse(runner.model)
+
+    def record(self, x, residual):
+        found = outputs(self, x, residual)
+        seen.append((len(found[1]), len(residual)))
+        return found
+
+    monkeypatch.setattr(FusedDecoderLayer, "outputs", record)
+    assert [x.outputs for x in generate_by_steps(llm, zip(prompts, params))] == [x.outputs for x in expected[:4]]
+    narrowed = [count for count in seen if count[0] < count[1]]
+    assert len(narrowed) > 1 and all(num_outputs in (1, 2, 4, 8) for num_outputs, _ in narrowed)
+    seen.clear()
+    (found,) = generate_by_steps(llm, [(prompts[3], wanted)])
+    for ours, theirs in zip(found.prompt_logprobs[1:], expected[4].prompt_logprobs[1:], strict=True):
+        assert all(x.logprob == pytest.approx(theirs[token_id].logprob, abs=1e-4) for token_id, x in ours.items())
+    assert all(num_outputs == num_tokens for num_outputs, num_tokens in seen)
+    hook = runner.model.model.layers[-1].mlp.register_forward_hook(lambda module, arguments, output: None)
+    seen.clear()
+    generate_by_steps(llm, [(prompts[3], params[0])])
+    hook.remove()
+    assert all(num_outputs == num_tokens for num_outputs, num_tokens in seen), "a hook sees all tokens"
 
 
 @needs_new_families

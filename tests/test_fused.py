@@ -23,6 +23,7 @@ from nanovllm.attention import backend_class
 from nanovllm.benchmarks import fused as show_fused
 from nanovllm.config import Config
 from nanovllm.fused import FORMS, fuse
+from nanovllm.fused.decoder import FusedDecoderLayer, FusedModel
 from nanovllm.fused.forms import Fused
 from nanovllm.fused.fused_experts import mix_experts
 from nanovllm.fused.norm_input import NormInput
@@ -120,8 +121,11 @@ class Runner:
                 parts = [torch.zeros(x.shape, dtype=x.dtype, device=DEVICE)[:, 0] for x in tensors]
                 layer.cache = layer.cache_spec().make(parts, self.config)
 
-    def step(self, rows: tuple, work) -> torch.Tensor:
-        """What `work(token_ids, positions)` returns in a step of these tokens."""
+    def step(self, rows: tuple, work, only_outputs: bool = False) -> torch.Tensor:
+        """What `work(token_ids, positions)` returns in a step of these tokens.
+
+        only_outputs: only the last token of each sequence is needed, if there are chunks.
+        """
         spans = [span for span in rows if span is not None]
         num_new, ends = [end - begin for begin, end in spans], [end for _, end in spans]
         int32 = lambda numbers: torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
@@ -145,6 +149,8 @@ class Runner:
             backend_arrays={name: torch.from_numpy(x).to(DEVICE).int() for name, x in arrays.items()},
         )
         token_ids = (37 * positions + 11 * seqs + 3) % 101 + 5
+        last = getattr(self.model.model, "language_model", self.model.model).layers[-1]
+        last.output_rows = int32(num_new).cumsum(0) - 1 if only_outputs and chunks else None
         with attention_context(context), torch.inference_mode():
             return work(token_ids, positions.int())
 
@@ -220,6 +226,15 @@ def test_fused_forms_by_their_definitions(tmp_path, name, quantization):
         runner.clear()
         for rows, of_step in zip(steps, wanted):
             assert_near(runner.step(rows, works), of_step, quantization)
+    runner.clear()
+    found = [runner.step(rows, runner.model, only_outputs=True) for rows in steps]
+    decoder = getattr(runner.model.model, "language_model", runner.model.model)
+    assert (len(found[0]) == 2) == (isinstance(decoder, FusedModel) and isinstance(layers[-1], FusedDecoderLayer))
+    for rows, ours, of_step in zip(steps, found, expected):
+        if len(ours) < len(of_step):
+            num_new = [end - begin for begin, end in filter(None, rows)]
+            of_step = of_step[torch.tensor(num_new, device=DEVICE).cumsum(0) - 1]
+        assert_near(ours, of_step, quantization)
 
 
 def test_plain_modules_are_in_the_table_of_models(tmp_path):
@@ -285,6 +300,9 @@ def test_fused_forms_by_their_kernels(tmp_path, use_ops, few_programs, name, qua
             fuse(runner.model)
         for rows in steps:
             assert_near(runner.step(rows, runner.model), expected[rows], quantization)
+    runner.clear()
+    found = runner.step(FEW_STEPS[0], runner.model, only_outputs=True)
+    assert_near(found, expected[FEW_STEPS[0]][[0, -1]] if len(found) == 2 else expected[FEW_STEPS[0]], quantization)
 
 
 # -- what matches ------------------------------------------------------------------------------------------------------

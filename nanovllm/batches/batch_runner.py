@@ -131,9 +131,13 @@ class BatchRunner(ModelRunner):
             hidden_states = self.run_model(batch.input_ids, batch.positions)
         if not batch.shape.has_chunks:
             return hidden_states, SamplerInput(hidden_states, batch.req_indices, batch.positions, batch.block_tables)
-        sampled, positions = (x.index_select(0, batch.logits_indices) for x in (hidden_states, batch.positions))
+        sampled = self.sampled_states(hidden_states, batch)
+        positions = batch.positions.index_select(0, batch.logits_indices)
         block_tables = batch.block_tables.index_select(0, batch.sampled_rows)
         return hidden_states, SamplerInput(sampled, batch.req_indices, positions, block_tables)
+
+    def sampled_states(self, hidden_states: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
+        return hidden_states.index_select(0, batch.logits_indices)
 
     def _context(self, batch: DeviceBatch) -> Context:
         shape = batch.shape

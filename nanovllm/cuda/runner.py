@@ -17,10 +17,12 @@ from nanovllm.cuda.arena import Arena
 from nanovllm.cuda.buffers import Buffers, make_buffers, to_device
 from nanovllm.cuda.graphs import DecodeGraphs, MixedGraphs
 from nanovllm.cuda.start import RESERVE_BYTES, hash_compiler, threads_in_turn
-from nanovllm.engine.features import FEATURES
-from nanovllm.engine.forward_output import ForwardOutput
+from nanovllm.engine.features import FEATURES, StepFeature
+from nanovllm.engine.forward_output import ForwardOutput, SamplerInput
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.fused import fuse
+from nanovllm.fused.decoder import FusedDecoderLayer
+from nanovllm.fused.forms import takes_fused
 from nanovllm.layers.sampler import SamplingRows
 from nanovllm.utils.tensor_parallel import STEP_TIMEOUT
 
@@ -42,6 +44,44 @@ class CUDAModelRunner(BatchRunner):
 
     def fuse_layers(self, model: nn.Module) -> None:
         fuse(model)
+
+    def run_batch(self, batch: DeviceBatch) -> tuple[torch.Tensor, SamplerInput]:
+        """Let the last layer compute only the tokens that are sampled, if no other code reads its outputs.
+
+        In CUDA graphs, the last layer computes all tokens. The number of rows is padded to a power of two, so that the
+        kernels are those of decode steps, which were compiled at the start.
+        """
+        layer, shape = self._last_layer(), batch.shape
+        num_rows = 1 << (shape.num_sampled_tokens - 1).bit_length() if shape.num_sampled_tokens else shape.num_tokens
+        if layer is None or num_rows >= shape.num_tokens or self._needs_all_outputs(batch):
+            return super().run_batch(batch)
+        rows = batch.logits_indices
+        layer.output_rows = torch.cat((rows, rows[-1:].expand(num_rows - len(rows))))
+        try:
+            return super().run_batch(batch)
+        finally:
+            layer.output_rows = None
+
+    def _needs_all_outputs(self, batch: DeviceBatch) -> bool:
+        config, shape = self.config, batch.shape
+        if config.enable_lora or config.speculative_config or (config.pooling and config.pooling.mode != "last"):
+            return True
+        after_forward = {type(self.features[name]).after_forward for name in batch.feature_arrays}  # may read outputs
+        return shape.is_padded or not shape.has_chunks or bool(after_forward - {StepFeature.after_forward})
+
+    def _last_layer(self) -> FusedDecoderLayer | None:
+        """Return the last layer, if it can compute its MLP for some of the tokens, and no hook sees the outputs."""
+        decoder = getattr(self.model.model, "language_model", self.model.model)
+        *_, layer = None, *decoder.layers
+        if not (takes_fused(decoder) and isinstance(layer, FusedDecoderLayer)):
+            return None
+        readers = self.model, self.model.model, decoder.norm, *layer.modules()
+        return None if any(x._forward_hooks or x._forward_pre_hooks for x in readers) else layer
+
+    def sampled_states(self, hidden_states: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
+        if len(hidden_states) == batch.shape.num_tokens:
+            return super().sampled_states(hidden_states, batch)
+        return hidden_states[: batch.shape.num_sampled_tokens]
 
     def compute_logits(self, hidden_states: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         head = self.model.lm_head

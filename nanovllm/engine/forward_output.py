@@ -20,7 +20,7 @@ class SamplerInput(NamedTuple):
 class ForwardOutput(NamedTuple):
     token_ids: torch.Tensor  # [S * k] int32, sampled
     results: torch.Tensor  # for the host: token_ids or, if k > 1, [S, k + 1] with k ids and the number of valid ids
-    hidden_states: torch.Tensor  # [T, hidden_size]
+    hidden_states: torch.Tensor  # [T, hidden_size], or fewer (see CUDAModelRunner.run_batch)
     sampler_input: SamplerInput
 
 

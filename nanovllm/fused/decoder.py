@@ -44,6 +44,7 @@ class FusedDecoderLayer(Fused):
     """Replaces `Qwen3DecoderLayer.forward`, and the `forward` of other layers whose norms have the same order."""
 
     what = "norms with the products after them, sums with the norms after them"
+    output_rows: torch.Tensor | None = None  # see `outputs`
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
@@ -65,12 +66,20 @@ class FusedDecoderLayer(Fused):
     def fused(self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope) -> tuple[PartialSum, torch.Tensor]:
         """Return the output of the MLP, and the residual. The next norm adds the output of the MLP to the residual."""
         normed = self.input_layernorm(x, residual)
-        x = self.mix(normed, rope)
-        normed = self.post_attention_layernorm(x, normed.residual)
+        normed = self.post_attention_layernorm(*self.outputs(self.mix(normed, rope), normed.residual))
         return run_fused(self.mlp, normed), normed.residual
 
     def mix(self: Any, x: NormInput, rope: Rope) -> PartialSum:
         return run_fused(self.self_attn, x, rope)
+
+    def outputs(self: Any, x: PartialSum, residual: torch.Tensor) -> tuple[PartialSum, torch.Tensor]:
+        """Return the rows of `x` and `residual` for which the rest of the layer is computed.
+
+        These are the rows in `output_rows`, or all rows if it is None. A runner sets `output_rows` in the last layer.
+        """
+        if (rows := self.output_rows) is None:
+            return x, residual
+        return PartialSum(x.reduce().index_select(0, rows)), residual.index_select(0, rows)
 
 
 class FusedHybridLayer(FusedDecoderLayer):

@@ -35,7 +35,8 @@ class FusedGemma3Layer(FusedDecoderLayer):
     def fused(self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope) -> tuple[PartialSum, torch.Tensor]:
         after_attention, before_mlp, after_mlp = (getattr(self, name) for name in self.norms)
         normed = self.input_layernorm(x, residual)
-        normed = before_mlp(normed_sum(self.mix(normed, rope), after_attention), normed.residual)
+        x, residual = self.outputs(self.mix(normed, rope), normed.residual)
+        normed = before_mlp(normed_sum(x, after_attention), residual)
         return self.finish(normed_sum(self.feed(normed), after_mlp), normed.residual)
 
     def feed(self: Any, x: NormInput) -> PartialSum:
@@ -73,7 +74,8 @@ class FusedGraniteLayer(FusedDecoderLayer):
 
     def fused(self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope) -> tuple[PartialSum, torch.Tensor]:
         normed, scaled = self.input_layernorm(x, residual), partial(NormedSum, factor=self.factor_tensor)
-        normed = self.post_attention_layernorm(scaled(self.mix(normed, rope)), normed.residual)
+        x, residual = self.outputs(self.mix(normed, rope), normed.residual)
+        normed = self.post_attention_layernorm(scaled(x), residual)
         return scaled(run_fused(self.mlp, normed)), normed.residual
 
 
@@ -114,7 +116,7 @@ class FusedOlmo3Layer(FusedDecoderLayer):
 
     def fused(self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope) -> tuple[PartialSum, torch.Tensor]:
         residual = x.reduce() if residual is None else add(x, residual)
-        x = normed_sum(self.mix(input_of(self.self_attn, residual), rope), self.post_attention_layernorm)
-        residual = add(x, residual)
+        x, residual = self.outputs(self.mix(input_of(self.self_attn, residual), rope), residual)
+        residual = add(normed_sum(x, self.post_attention_layernorm), residual)
         x = run_fused(self.mlp, input_of(self.mlp, residual))
         return normed_sum(x, self.post_feedforward_layernorm), residual
