@@ -1,7 +1,7 @@
 """Limits the images that a step encodes, because the vision tower delays all sequences that decode in the step.
 
-The cost of an image is a number of tokens of the step's budget. An image of cost n takes the vision tower about as many
-operations as n tokens take the text model.
+The cost of an image is a number of tokens of the step's budget. The vision tower takes about as long for an image of
+cost n as the text model takes for n tokens.
 """
 
 from collections import deque
@@ -73,9 +73,13 @@ class ImageScheduler(Scheduler):
                 self._left_out, self._num_saved = None, 0
 
     def _compute_blocks(self, image: PromptImage, num_tokens: float) -> None:
-        """Let the tower compute as many blocks as `num_tokens` more tokens of a budget allow."""
+        """Let the tower compute as many blocks as `num_tokens` more tokens of a budget allow.
+
+        If a block costs more, save up for it. Otherwise, save nothing: several blocks would exceed the budget.
+        """
         cost = self.cost_of_image(image) / self.images.num_blocks
-        num_blocks, self._num_saved = divmod(self._num_saved + num_tokens, cost)
+        num_saved = self._num_saved if num_tokens < cost else 0
+        num_blocks, self._num_saved = divmod(num_saved + num_tokens, cost)
         if num_blocks:
             with self.on_device():
                 self.images.advance(image, int(num_blocks))

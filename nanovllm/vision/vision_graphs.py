@@ -10,7 +10,15 @@ from nanovllm.engine.features import Arrays
 from nanovllm.engine.forward_output import ForwardOutput
 from nanovllm.vision.vision_runner import VisionRunner
 
-MAX_TOKENS = 1024  # of a graph; computing more tokens takes longer than launching the kernels
+
+def shapes_with_images(shapes: list[BatchShape]) -> list[BatchShape]:
+    """Return the shapes to capture with images: all up to 1,024 tokens, a few longer ones, and the longest.
+
+    A long step takes longer to compute than to launch, but without a graph, it may compile kernels at its first launch,
+    while other requests wait.
+    """
+    longest = max(shape.num_tokens for shape in shapes)
+    return [shape for shape in shapes if (n := shape.num_tokens) <= 1024 or n % 512 == 0 or n == longest]
 
 
 class StaticImages(NamedTuple):
@@ -31,7 +39,7 @@ class StaticImages(NamedTuple):
 
 
 class VisionGraphsRunner(VisionRunner):
-    """Also replays CUDA graphs for short steps with images. These graphs read a StaticImages.
+    """Also replays CUDA graphs for mixed steps and short prefills with images. These graphs read a StaticImages.
 
     Steps without images keep their own graphs, which are faster: tokens have one position, and layers have no hooks.
     """
@@ -48,9 +56,9 @@ class VisionGraphsRunner(VisionRunner):
             self.capture_images(self.mixed_graphs, runner.buffers.device)
 
     def capture_images(self, text: MixedGraphs, buffer: torch.Tensor) -> None:
-        """Capture the short shapes of `text` again."""
-        shapes = [shape for shape in text.shapes if shape.num_tokens <= MAX_TOKENS] or text.shapes[:1]
-        model, num_tokens = self.config.model_config, max(shape.num_tokens for shape in shapes)
+        """Capture some shapes of `text` again, with images."""
+        shapes, model = shapes_with_images(text.shapes), self.config.model_config
+        num_tokens = max(shape.num_tokens for shape in shapes)
         size = 1 + len(model.vision.deepstack_layers), num_tokens, model.hidden_size
         self.static = self._static = StaticImages(
             torch.full((3, num_tokens), -1, dtype=torch.int32, device=self.device),
