@@ -89,12 +89,12 @@ and latency, the same loop runs the steps of both engines, and vLLM has the defa
 workload http, each engine runs behind its HTTP server. The workloads headline, single, prefill, batches and images call
 `LLM.generate`. The workload embed calls `LLM.embed`.
 
-Profiles. --profile traces a run of headline, single, prefill, batches or latency on a GPU, with at most 65 output
-tokens per request. A table shows the mean time per step of each kind of kernel, in microseconds. The first row of a
-workload covers the steps up to the last step that computes prompts. The second row covers all later steps, which
-decode. Kernels overlap, so the time of a kernel is measured from the end of the previous kernel. The column "products"
-shows the GEMMs of the layers, including operations that are fused into the GEMMs. The column "limit" shows the least
-time that the hardware needs for a mean step of the row.
+Profiles. --profile needs a GPU. The option traces one run of the workload headline, single, prefill, batches or
+latency, with at most 65 output tokens per request. A table shows the mean time per step of each kind of kernel, in
+microseconds. The first row of a workload covers the steps up to the last step that computes prompts. The second row
+covers all later steps, which decode. Kernels overlap, so the time of a kernel is measured from the end of the previous
+kernel. The column "products" shows the GEMMs of the layers, including operations that are fused into the GEMMs. The
+column "limit" shows the least time that the hardware needs for a mean step of the row.
 
 Limits. On CUDA, two columns compare the measured time with the least time that the hardware needs. A step spends time
 on reading (weights, keys and values) and on multiplying. The column "of limit" assumes that each step either computes

@@ -80,7 +80,7 @@ class LLM(PoolingCalls):
 
     @property
     def model_executor(self) -> SimpleNamespace:
-        """An object with the attributes through which trainers call `load_weights` of vLLM's model."""
+        """As in vLLM, trainers load weights with `driver_worker.model_runner.model.load_weights` of this object."""
         model = SimpleNamespace(load_weights=self.load_weights)
         return SimpleNamespace(driver_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)))
 

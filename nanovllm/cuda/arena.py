@@ -1,6 +1,7 @@
 """Frees GPU memory, and allocates it again at the same addresses, through CUDA's virtual memory management.
 
-The addresses stay the same so that CUDA graphs stay valid. Nothing may use the memory while it is freed.
+The addresses stay the same so that CUDA graphs stay valid. Between the release of the memory and the next allocation,
+nothing may use these addresses.
 """
 
 import ctypes

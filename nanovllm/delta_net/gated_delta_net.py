@@ -136,7 +136,7 @@ class GatedDeltaNet(nn.Module):
 
     @property
     def captures_chunks(self) -> bool:
-        """Whether CUDA graphs can contain prefill chunks of this layer.
+        """Whether CUDA graphs can contain what this layer computes for prefill chunks.
 
         Graphs need a kernel for chunks, because the PyTorch definition reads lengths on the host.
         """

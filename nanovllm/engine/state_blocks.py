@@ -12,8 +12,8 @@ class StateRows:
 
     A running sequence's state is in the row of its request index, which is below `num_indices`. The rows of request
     indices are followed by a row for padding, a row of zeros (every sequence's initial state), and rows for snapshots.
-    The row of an unused request index may store a snapshot. If no unused request index has a free row, a sequence that
-    needs an index gets the row of the snapshot that was found least recently. This snapshot is dropped.
+    The row of an unused request index may store a snapshot. If the rows of all unused request indices store snapshots,
+    a sequence that needs an index gets the row of the least recently used snapshot. This snapshot is dropped.
     """
 
     def __init__(self, num_indices: int, num_states: int, drop_snapshot: Callable[[int, int], None]):

@@ -100,7 +100,10 @@ class RerankBody(PairBody):
         return text  # type: ignore[return-value]
 
     def texts(self) -> list[str]:
-        """Return the text of each document: a string, its 'text', or the values of its `rank_fields`, one per line."""
+        """Return the text of each document. A document is a string, or an object with texts.
+
+        From an object, take its 'text' or, if `rank_fields` is set, the values of these fields as separate lines.
+        """
         names = self.rank_fields or ["text"]
         parts = [
             [document[name] for name in names if name in document] if isinstance(document, dict) else [document]

@@ -167,7 +167,8 @@ class MarkedParser(ToolParser):
 class JsonParser(MarkedParser):
     """A parser for calls with JSON arguments.
 
-    The function's name is in the JSON, or in the group "name" of the head's pattern.
+    The name of the called function is a part of the JSON, or precedes the JSON. In the second case, the group "name" of
+    `HEAD` matches the name.
     """
 
     def _begin_body(self, head: re.Match[str]) -> None:

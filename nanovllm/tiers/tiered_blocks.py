@@ -364,7 +364,7 @@ class TieredStates(TieredBlockManager, StateBlockManager):
         return self._row_for_load() is not None and super()._can_load(seq, num_spare, prefix)
 
     def _row_for_load(self) -> int | None:
-        """Return the row that is needed least among the rows that may be overwritten before the next step."""
+        """Return a row that a load may overwrite at once, if possible one without a snapshot, or else None."""
         rows, in_use = self.rows, {*self.rows.being_read, *(i - self.num_blocks for i in self._in_copies)}
         candidates = (*rows.free_others, *rows.free_indices, *self.snapshots.values())
         return next((row for row in candidates if row not in in_use), None)

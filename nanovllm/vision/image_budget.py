@@ -73,9 +73,9 @@ class ImageScheduler(Scheduler):
                 self._left_out, self._num_saved = None, 0
 
     def _compute_blocks(self, image: PromptImage, num_tokens: float) -> None:
-        """Let the tower compute as many blocks as `num_tokens` more tokens of a budget allow.
+        """Let the tower compute as many of its blocks as cost at most `num_tokens` tokens.
 
-        If a block costs more, save up for it. Otherwise, save nothing: several blocks would exceed the budget.
+        If a single block costs more, save the tokens for a later step. Otherwise, drop the remaining tokens.
         """
         cost = self.cost_of_image(image) / self.images.num_blocks
         num_saved = self._num_saved if num_tokens < cost else 0

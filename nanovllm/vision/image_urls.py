@@ -163,7 +163,8 @@ def _look_up(host: str, port: int, seconds: float) -> tuple[str, int]:
 def _public_address(host: str, port: int) -> tuple[str, int]:
     """Return a public address of `host`.
 
-    The caller connects to the returned address, because another lookup might return a private address.
+    The caller must connect to this address instead of the host's name. Otherwise, the name would be looked up again,
+    and the second lookup might return a private address.
     """
     addresses = [str(address[0]) for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     for address in addresses:

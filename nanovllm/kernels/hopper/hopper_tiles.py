@@ -86,9 +86,9 @@ MAX_PACKED_ROWS = 512  # with more rows, converting the weights for a GEMM of th
 
 
 def packed_tile(x: torch.Tensor, weight, max_split_k: int) -> HopperTile | None:
-    """Return the tile to multiply x [M, K] by a Packed weight, or `None` if another kernel should run.
+    """Return the tile size of the kernel that multiplies x [M, K] by a Packed weight.
 
-    The tile's `split_k` is the best value up to `max_split_k`.
+    The result is `None` if another kernel should run. `split_k` of the result is the best value up to `max_split_k`.
     """
     if not suits_packed_kernels(x, weight):
         return None

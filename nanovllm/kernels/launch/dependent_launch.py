@@ -14,10 +14,10 @@ An ordinary launch starts when all earlier kernels are complete. A dependent ker
 follow the last ordinary launch are running. Before its wait, a dependent kernel might not see the results of the last
 ordinary launch.
 
-The last ordinary launch before attention is the embedding or a later kernel of a library, such as cuBLAS. Before its
-wait, attention may therefore read `cos_sin`, the slot mapping, block tables and lengths, because earlier launches have
-computed them. `@dependent_kernel(early=...)` declares what a kernel reads before its wait. The decorator rejects a
-kernel that breaks the contract (launch_contract.py).
+The last ordinary launch before attention is the embedding, or a library kernel that follows the embedding, such as a
+GEMM of cuBLAS. Before its wait, attention may therefore read `cos_sin`, the slot mapping, block tables and lengths,
+because earlier launches have computed them. `@dependent_kernel(early=...)` declares what a kernel reads before its
+wait. The decorator rejects a kernel that breaks the contract (launch_contract.py).
 
 The constexpr `PDL` is `False` on GPUs older than Hopper, and with Triton 3.4, which can't compile its own `gdc`
 functions.

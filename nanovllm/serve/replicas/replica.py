@@ -27,8 +27,9 @@ class Replica:
     """An engine that is controlled by messages.
 
     Ray first calls `start` and `reports`, then the methods that the driver calls. The engine's thread runs the engine's
-    steps, and never waits for reports. The thread that runs `reports` sends all news since the previous report. The
-    news may come from several steps. This file does not import Ray, so that tests can run replicas without Ray.
+    steps, and never waits for reports. A separate thread runs `reports`. Each report contains everything that has
+    happened since the previous report, which may be several steps. This file does not import Ray, so that tests can run
+    replicas without Ray.
     """
 
     orders_by_id = True  # one driver assigns ids in order of submission, so a moved request keeps its place

@@ -34,7 +34,7 @@ class Shape(NamedTuple):
 
 @gluon.jit
 def _work(index, count, SHAPE: gl.constexpr):
-    """Return the image, the head and the first patch of a tile of queries. `count` is the number of tiles of an image.
+    """Return a tile's image, head and first patch. A tile contains queries. `count` is the number of tiles per image.
 
     Adjacent tiles belong to the same head of the same image, so that programs share keys and values.
     """
@@ -110,7 +110,7 @@ def _scaled(sums, factor):
 
 @gluon.jit
 def _store(out_ptr, sums, work, row, num_patches, FIRST: gl.constexpr, SHAPE: gl.constexpr):
-    """Store sums [64, columns] as the elements of a head, beginning with element FIRST.
+    """Store sums [64, columns] as the elements FIRST to FIRST + columns - 1 of a head's output.
 
     `row` is the first row's index in a tile of queries.
     """
