@@ -101,17 +101,17 @@ def test_outputs_of_the_last_layer(make_llm, monkeypatch):
     wanted = replace(params[0], prompt_logprobs=0)
     expected = generate_by_steps(make_llm(**settings), [*zip(prompts, params), (prompts[3], wanted)])
     llm, seen = make_llm(**settings), []
-    runner, outputs = llm.model_runner, FusedDecoderLayer.outputs
+    runner, fused = llm.model_runner, FusedDecoderLayer.fused
     runs_as_on_cuda(runner)
     runner.buffers = make_buffers(llm.config, torch.device("cpu"))
     fuse(runner.model)
 
-    def record(self, x, residual):
-        found = outputs(self, x, residual)
-        seen.append((len(found[1]), len(residual)))
+    def record(self, x, residual, rope, rows=None):
+        found = fused(self, x, residual, rope, rows)
+        seen.append((len(found[1]), len(rope.positions)))
         return found
 
-    monkeypatch.setattr(FusedDecoderLayer, "outputs", record)
+    monkeypatch.setattr(FusedDecoderLayer, "fused", record)
     assert [x.outputs for x in generate_by_steps(llm, zip(prompts, params))] == [x.outputs for x in expected[:4]]
     narrowed = [count for count in seen if count[0] < count[1]]
     assert len(narrowed) > 1 and all(num_outputs in (1, 2, 4, 8) for num_outputs, _ in narrowed)
@@ -125,6 +125,10 @@ def test_outputs_of_the_last_layer(make_llm, monkeypatch):
     generate_by_steps(llm, [(prompts[3], params[0])])
     hook.remove()
     assert all(num_outputs == num_tokens for num_outputs, num_tokens in seen), "a hook sees all tokens"
+    seen.clear()
+    llm.config.resolve(batch_invariant=True)
+    generate_by_steps(llm, [(prompts[3], params[0])])
+    assert all(num_outputs == num_tokens for num_outputs, num_tokens in seen), "its sums over ranks have other bits"
 
 
 @needs_new_families

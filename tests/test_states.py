@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import generate_by_steps, pairs
+from common import generate_by_steps, pairs, runs_as_on_cuda
 from safetensors.torch import load_file, save_file
 from test_models import make_checkpoint, reference_model
 from test_readme import STATE, page
@@ -21,8 +21,10 @@ from nanovllm import BeamSearchParams, SamplingParams
 from nanovllm.benchmarks.shapes import write_shape
 from nanovllm.cache.state import fit_states
 from nanovllm.config import Config
+from nanovllm.cuda.buffers import make_buffers
 from nanovllm.cuda.start import RESERVE_BYTES, free_kv_cache
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.fused import fuse
 from nanovllm.models import make_model
 from nanovllm.models.llama import LlamaAttention, LlamaForCausalLM
 from nanovllm.models.qwen3 import Qwen3MLP
@@ -191,6 +193,18 @@ def assert_likelihoods(reference, outputs) -> None:
             token_ids = output.prompt_token_ids + beam.token_ids
             expected = reference(*token_ids)[range(n - 1, len(token_ids) - 1), beam.token_ids].sum().item()
             assert beam.cumulative_logprob == pytest.approx(expected, abs=5e-3)
+
+
+def test_an_mlp_that_keeps_states_computes_all_tokens(make_stateful):
+    """On CUDA, other MLPs of the last layer compute only the tokens that are sampled."""
+    settings, params = dict(max_num_batched_tokens=24), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    requests = [([i * 7 % 90 + 5 for i in range(n)], params) for n in (50, 3, 1, 25)]
+    expected = generate_by_steps(make_stateful(**settings), requests)
+    llm = make_stateful(**settings, async_scheduling=True)
+    runs_as_on_cuda(llm.model_runner)
+    llm.model_runner.buffers = make_buffers(llm.config, torch.device("cpu"))
+    fuse(llm.model_runner.model)
+    assert [x.outputs for x in generate_by_steps(llm, requests)] == [x.outputs for x in expected]
 
 
 def test_beams(make_stateful, reference):

@@ -34,12 +34,15 @@ from test_models import V5
 from test_states import poison
 
 from nanovllm import LLM, BeamSearchParams, LoRARequest, SamplingParams
+from nanovllm.cuda.buffers import make_buffers
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.fused import fuse
+from nanovllm.fused.decoder import FusedDecoderLayer
 from nanovllm.kernels.launch import gpu_features
 from nanovllm.models import ModelConfig, make_model
 from nanovllm.requests.read_prompts import image_prompt_reader
 from nanovllm.utils.loader import load_model
-from nanovllm.utils.replace import replace_methods
+from nanovllm.utils.replace import replace_methods, subclass
 from nanovllm.vision import image_prompts, image_sources, image_urls
 from nanovllm.vision.image_budget import cost_of_image
 from nanovllm.vision.image_reader import ImageReader
@@ -906,7 +909,6 @@ def test_graphs_with_images(use_ops, make_vision, checkpoint, monkeypatch, name)
     pytest.importorskip("triton")
     from test_cuda_graph import capture, cuda_graph, graph_shapes, make_buffers
 
-    from nanovllm.utils.replace import subclass
     from nanovllm.vision.vision_graphs import VisionGraphsRunner
 
     use_ops("norm_rope_and_store", "place_decodes", "accept")
@@ -934,6 +936,31 @@ def test_graphs_with_images(use_ops, make_vision, checkpoint, monkeypatch, name)
         assert sum(graph.num_replays for graph in graphs.models.values()) > 1
     with_decodes = [shape for shape in shapes if shape.num_decode_rows]
     assert any(runner.image_graphs.models[shape.graph_shape].num_replays for shape in with_decodes)
+
+
+@pytest.mark.parametrize("num_layers", [2, 3])
+def test_steps_without_graphs(make_vision, checkpoint, monkeypatch, num_layers):
+    """The last layer computes only sampled tokens, unless embeddings of images are added to its outputs."""
+    family, text, vision = CASES["qwen3_vl"]
+    monkeypatch.setitem(
+        CASES, name := f"layers_{num_layers}", (family, text | {"num_hidden_layers": num_layers}, vision)
+    )
+    requests = [(prompt, SamplingParams(temperature=0, max_tokens=3)) for prompt, _ in make_requests()[:4]]
+    expected = generate_by_steps(make_vision(name), requests)
+    llm, selected, fused = make_vision(name, async_scheduling=True), [], FusedDecoderLayer.fused
+    runner: Any = llm.core.model_runner
+    runs_as_on_cuda(runner)
+    runner.__class__ = subclass(VisionRunner, type(runner), "Vision")
+    runner.buffers = make_buffers(llm.config, torch.device("cpu"))
+    fuse(runner.model)
+
+    def record(self, x, residual, rope, rows=None):
+        selected.append(rows is not None)
+        return fused(self, x, residual, rope, rows)
+
+    monkeypatch.setattr(FusedDecoderLayer, "fused", record)
+    assert [x.outputs for x in generate_by_steps(llm, requests)] == [x.outputs for x in expected]
+    assert any(selected) == (num_layers > 2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter")

@@ -21,8 +21,7 @@ from nanovllm.engine.features import FEATURES, StepFeature
 from nanovllm.engine.forward_output import ForwardOutput, SamplerInput
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.fused import fuse
-from nanovllm.fused.decoder import FusedDecoderLayer
-from nanovllm.fused.forms import takes_fused
+from nanovllm.fused.decoder import FusedModel
 from nanovllm.layers.sampler import SamplingRows
 from nanovllm.utils.tensor_parallel import STEP_TIMEOUT
 
@@ -46,37 +45,33 @@ class CUDAModelRunner(BatchRunner):
         fuse(model)
 
     def run_batch(self, batch: DeviceBatch) -> tuple[torch.Tensor, SamplerInput]:
-        """Let the last layer compute only the tokens that are sampled, if no other code reads its outputs.
+        """Let the last MLP compute only the tokens that are sampled, if no other code reads its outputs.
 
-        In CUDA graphs, the last layer computes all tokens. The number of rows is padded to a power of two, so that the
+        In CUDA graphs, the last MLP computes all tokens. The number of rows is padded to a power of two, so that most
         kernels are those of decode steps, which were compiled at the start.
         """
-        layer, shape = self._last_layer(), batch.shape
+        decoder, shape = getattr(self.model.model, "language_model", self.model.model), batch.shape
         num_rows = 1 << (shape.num_sampled_tokens - 1).bit_length() if shape.num_sampled_tokens else shape.num_tokens
-        if layer is None or num_rows >= shape.num_tokens or self._needs_all_outputs(batch):
+        if num_rows >= shape.num_tokens or self._needs_all_outputs(batch, decoder):
             return super().run_batch(batch)
         rows = batch.logits_indices
-        layer.output_rows = torch.cat((rows, rows[-1:].expand(num_rows - len(rows))))
+        decoder.output_rows = torch.cat((rows, rows[-1:].expand(num_rows - len(rows))))
         try:
             return super().run_batch(batch)
         finally:
-            layer.output_rows = None
+            decoder.output_rows = None
 
-    def _needs_all_outputs(self, batch: DeviceBatch) -> bool:
+    def _needs_all_outputs(self, batch: DeviceBatch, decoder: nn.Module) -> bool:
         config, shape = self.config, batch.shape
         if config.enable_lora or config.speculative_config or (config.pooling and config.pooling.mode != "last"):
             return True
+        if config.batch_invariant:  # with several ranks, a sum of some rows is rounded differently
+            return True
         after_forward = {type(self.features[name]).after_forward for name in batch.feature_arrays}  # may read outputs
-        return shape.is_padded or not shape.has_chunks or bool(after_forward - {StepFeature.after_forward})
-
-    def _last_layer(self) -> FusedDecoderLayer | None:
-        """Return the last layer, if it can compute its MLP for some of the tokens, and no hook sees the outputs."""
-        decoder = getattr(self.model.model, "language_model", self.model.model)
-        *_, layer = None, *decoder.layers
-        if not (takes_fused(decoder) and isinstance(layer, FusedDecoderLayer)):
-            return None
-        readers = self.model, self.model.model, decoder.norm, *layer.modules()
-        return None if any(x._forward_hooks or x._forward_pre_hooks for x in readers) else layer
+        if shape.is_padded or not shape.has_chunks or after_forward - {StepFeature.after_forward}:
+            return True
+        has_hooks = any(x._forward_hooks or x._forward_pre_hooks for x in (self.model, self.model.model))
+        return has_hooks or not (isinstance(decoder, FusedModel) and decoder.can_select_outputs())
 
     def sampled_states(self, hidden_states: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
         if len(hidden_states) == batch.shape.num_tokens:

@@ -44,7 +44,6 @@ class FusedDecoderLayer(Fused):
     """Replaces `Qwen3DecoderLayer.forward`, and the `forward` of other layers whose norms have the same order."""
 
     what = "norms with the products after them, sums with the norms after them"
-    output_rows: torch.Tensor | None = None  # see `outputs`
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
@@ -63,23 +62,26 @@ class FusedDecoderLayer(Fused):
         x, residual = self.fused(PartialSum(hidden_states.contiguous()), residual, rope)
         return x.reduce(), residual
 
-    def fused(self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope) -> tuple[PartialSum, torch.Tensor]:
-        """Return the output of the MLP, and the residual. The next norm adds the output of the MLP to the residual."""
+    def fused(
+        self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope, rows: torch.Tensor | None = None
+    ) -> tuple[PartialSum, torch.Tensor]:
+        """Return the output of the MLP, and the residual. The next norm adds the output of the MLP to the residual.
+
+        After attention, only `rows` are computed; by default all rows.
+        """
         normed = self.input_layernorm(x, residual)
-        normed = self.post_attention_layernorm(*self.outputs(self.mix(normed, rope), normed.residual))
+        normed = self.post_attention_layernorm(*select(rows, self.mix(normed, rope), normed.residual))
         return run_fused(self.mlp, normed), normed.residual
 
     def mix(self: Any, x: NormInput, rope: Rope) -> PartialSum:
         return run_fused(self.self_attn, x, rope)
 
-    def outputs(self: Any, x: PartialSum, residual: torch.Tensor) -> tuple[PartialSum, torch.Tensor]:
-        """Return the rows of `x` and `residual` for which the rest of the layer is computed.
 
-        These are the rows in `output_rows`, or all rows if it is None. A runner sets `output_rows` in the last layer.
-        """
-        if (rows := self.output_rows) is None:
-            return x, residual
-        return PartialSum(x.reduce().index_select(0, rows)), residual.index_select(0, rows)
+def select(rows: torch.Tensor | None, x: PartialSum, residual: torch.Tensor) -> tuple[PartialSum, torch.Tensor]:
+    """Return `rows` of `x` and `residual`, or all rows if `rows` is None."""
+    if rows is None:
+        return x, residual
+    return PartialSum(x.reduce().index_select(0, rows)), residual.index_select(0, rows)
 
 
 class FusedHybridLayer(FusedDecoderLayer):
@@ -126,10 +128,17 @@ class FusedModel(Fused):
     """Replaces `Qwen3Model.forward`."""
 
     what = "the last sum of a layer with the first norm of the next"
+    output_rows: torch.Tensor | None = None  # the rows that `forward` returns, if `can_select_outputs`; None: all rows
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
         return isinstance(module.norm, FusedRMSNorm)
+
+    def can_select_outputs(self: Any) -> bool:
+        """Return whether the last MLP can run for some rows: it reads no context, and no hook sees its output."""
+        *_, layer = None, *self.layers
+        known = isinstance(layer, FusedDecoderLayer) and takes_fused(getattr(layer, "mlp", None))
+        return known and not any(x._forward_hooks or x._forward_pre_hooks for x in (self, self.norm, *layer.modules()))
 
     def prepare(self: Any) -> None:
         fused = [layer for layer in self.layers if isinstance(layer, Fused)]
@@ -146,9 +155,10 @@ class FusedModel(Fused):
         ropes = [*(rope.rows(positions) for rope in self.ropes), Rope(positions, None)]
         embed: Any = self.embed_tokens
         x, residual = embed.fused(input_ids) if takes_fused(embed) else PartialSum(copied(embed(input_ids))), None
-        for layer in self.layers:
+        for i, layer in enumerate(self.layers, 1):
             if takes_fused(layer):
-                x, residual = layer.fused(x, residual, ropes[layer.rope_index])  # type: ignore[operator]
+                rows = self.output_rows if i == len(self.layers) else None
+                x, residual = layer.fused(x, residual, ropes[layer.rope_index], rows)  # type: ignore[operator]
             else:
                 hidden_states, residual = layer(positions, x.reduce(), residual)
                 x, residual = PartialSum(hidden_states.contiguous()), residual.contiguous()

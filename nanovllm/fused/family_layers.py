@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from nanovllm.fused.decoder import FusedDecoderLayer, copied
+from nanovllm.fused.decoder import FusedDecoderLayer, copied, select
 from nanovllm.fused.forms import FusedRMSNorm, Rope, has_method, run_fused, takes_fused
 from nanovllm.fused.norm_input import Normed, NormedSum, NormInput
 from nanovllm.kernels import operation
@@ -32,10 +32,12 @@ class FusedGemma3Layer(FusedDecoderLayer):
     def matches(cls, module: nn.Module) -> bool:
         return all(isinstance(getattr(module, name), FusedRMSNorm) for name in ("input_layernorm", *cls.norms))
 
-    def fused(self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope) -> tuple[PartialSum, torch.Tensor]:
+    def fused(
+        self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope, rows: torch.Tensor | None = None
+    ) -> tuple[PartialSum, torch.Tensor]:
         after_attention, before_mlp, after_mlp = (getattr(self, name) for name in self.norms)
         normed = self.input_layernorm(x, residual)
-        x, residual = self.outputs(self.mix(normed, rope), normed.residual)
+        x, residual = select(rows, self.mix(normed, rope), normed.residual)
         normed = before_mlp(normed_sum(x, after_attention), residual)
         return self.finish(normed_sum(self.feed(normed), after_mlp), normed.residual)
 
@@ -72,9 +74,11 @@ class FusedGraniteLayer(FusedDecoderLayer):
         weight = self.input_layernorm.weight
         self.register_buffer("factor_tensor", torch.full((1,), self.factor, device=weight.device), persistent=False)
 
-    def fused(self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope) -> tuple[PartialSum, torch.Tensor]:
+    def fused(
+        self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope, rows: torch.Tensor | None = None
+    ) -> tuple[PartialSum, torch.Tensor]:
         normed, scaled = self.input_layernorm(x, residual), partial(NormedSum, factor=self.factor_tensor)
-        x, residual = self.outputs(self.mix(normed, rope), normed.residual)
+        x, residual = select(rows, self.mix(normed, rope), normed.residual)
         normed = self.post_attention_layernorm(scaled(x), residual)
         return scaled(run_fused(self.mlp, normed)), normed.residual
 
@@ -114,9 +118,11 @@ class FusedOlmo3Layer(FusedDecoderLayer):
         norms = module.post_attention_layernorm, module.post_feedforward_layernorm
         return all(isinstance(norm, FusedRMSNorm) for norm in norms)
 
-    def fused(self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope) -> tuple[PartialSum, torch.Tensor]:
+    def fused(
+        self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope, rows: torch.Tensor | None = None
+    ) -> tuple[PartialSum, torch.Tensor]:
         residual = x.reduce() if residual is None else add(x, residual)
-        x, residual = self.outputs(self.mix(input_of(self.self_attn, residual), rope), residual)
+        x, residual = select(rows, self.mix(input_of(self.self_attn, residual), rope), residual)
         residual = add(normed_sum(x, self.post_attention_layernorm), residual)
         x = run_fused(self.mlp, input_of(self.mlp, residual))
         return normed_sum(x, self.post_feedforward_layernorm), residual

@@ -46,7 +46,7 @@ class ImageScheduler(Scheduler):
 
     def reset(self) -> None:
         super().reset()
-        self._left_out = None
+        self._left_out, self._num_saved = None, 0
 
     def schedule_chunks(self, step: ScheduledStep, is_mixed: bool = False) -> None:
         self._forget_left_out()

@@ -12,13 +12,14 @@ from nanovllm.vision.vision_runner import VisionRunner
 
 
 def shapes_with_images(shapes: list[BatchShape]) -> list[BatchShape]:
-    """Return the shapes to capture with images: all up to 1,024 tokens, a few longer ones, and the longest.
+    """Return the shapes to capture with images: all up to 1,024 tokens, and a few longer ones with decodes.
 
-    A long step takes longer to compute than to launch, but without a graph, it may compile kernels at its first launch,
-    while other requests wait.
+    A long step takes longer to compute than to launch. But without a graph, a step may compile kernels at its first
+    launch, while the sequences that decode wait.
     """
-    longest = max(shape.num_tokens for shape in shapes)
-    return [shape for shape in shapes if (n := shape.num_tokens) <= 1024 or n % 512 == 0 or n == longest]
+    longest, long = max(shape.num_tokens for shape in shapes), [shape for shape in shapes if shape.num_decode_rows]
+    chosen = [shape for shape in long if shape.num_tokens % 512 == 0 or shape.num_tokens == longest]
+    return [shape for shape in shapes if shape.num_tokens <= 1024 or shape in chosen]
 
 
 class StaticImages(NamedTuple):
@@ -39,7 +40,7 @@ class StaticImages(NamedTuple):
 
 
 class VisionGraphsRunner(VisionRunner):
-    """Also replays CUDA graphs for mixed steps and short prefills with images. These graphs read a StaticImages.
+    """Also replays CUDA graphs for short steps and most mixed steps with images. These graphs read a StaticImages.
 
     Steps without images keep their own graphs, which are faster: tokens have one position, and layers have no hooks.
     """
