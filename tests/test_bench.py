@@ -823,6 +823,8 @@ def test_conversations(monkeypatch, capsys):
     pattern = r"nanovllm: ([\d.]+)% of the prompts' tokens were in the prefix cache; .* about ([\d.e+-]+) s"
     percentage, seconds = map(float, re.search(pattern, out).groups())
     assert 0 < percentage < 100 and 0 < seconds < 10
+    with pytest.raises(SystemExit, match="max_model_len=64: the first turn of every conversation needs more tokens"):
+        main(monkeypatch, "conversations", "--max-model-len", "64", *CPU)
 
 
 def test_vllm_steps(monkeypatch):

@@ -35,7 +35,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine.outputs import OutputKind
 from nanovllm.requests.input_processor import InputProcessor
 from nanovllm.requests.stream_event import StreamEvent
-from nanovllm.serve import AsyncLLM, answers, http_responses, request_limits
+from nanovllm.serve import AsyncLLM, answers, http_responses, metrics, request_limits
 from nanovllm.serve.address import listening_socket
 from nanovllm.serve.answer_formats import Formats
 from nanovllm.serve.async_request import AsyncRequest
@@ -603,6 +603,15 @@ def test_metrics(server, client):
     assert values["nanovllm:disk_blocks_total"] == values["nanovllm:lost_copies_total"] == 0
     assert 'vllm:request_success_total{finished_reason="length",model_name="tiny-qwen3"}' in text
     assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+
+
+def test_hits_by_tier():
+    """As in vLLM, the tokens that the device's cache lacks are looked up in host memory."""
+    stats = {"tokens": {"in": 100}, "prefix_hit_rate": 0.5, "tiers": {"host_hits": 20}}
+    names = "prefix_cache_queries", "prefix_cache_hits", "external_prefix_cache_queries", "external_prefix_cache_hits"
+    assert [metrics.COUNTERS[name][1](stats) for name in names] == [100, 30, 70, 20]
+    del stats["tiers"]
+    assert [metrics.COUNTERS[name][1](stats) for name in names] == [100, 50, 0, 0]
 
 
 # -- structured output and tools ---------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from time import monotonic, sleep
 from types import FunctionType, ModuleType, SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import Mock, patch
 
 import numpy as np
@@ -49,7 +49,7 @@ from nanovllm.tiers.connector import Connector
 from nanovllm.tiers.host_blocks import HostBlocks, PinnedBlocks, row_bytes
 from nanovllm.tiers.host_tier import HostTier
 from nanovllm.tiers.shared_rows import SharedRows
-from nanovllm.tiers.tiered_blocks import use_connector
+from nanovllm.tiers.tiered_blocks import install_connector, use_connector
 from nanovllm.utils import cuda_driver
 from nanovllm.utils.tensor_parallel import TensorParallel
 
@@ -146,7 +146,7 @@ class Tiered:
     """Gives a simulated engine a second tier."""
 
     def use(self, connector):
-        use_connector(self.scheduler, connector)
+        install_connector(self.scheduler, connector)
         self.manager = self.scheduler.block_manager
 
     def use_late_host(self, num_rows, memory, failures):
@@ -827,7 +827,17 @@ def test_another_store(make_llm, requests, expected, fails, caplog):
     """What is not in the store is computed, and a store that has failed is reported once."""
     llm = make_llm(**SMALL)
     store = ToyStore(llm.model_runner)
-    llm.engine_thread.call(lambda: use_connector(llm.scheduler, store))
+    for wrong in None, ToyStore:
+        with pytest.raises(TypeError, match="connector=.*must be an object of a subclass of Connector"):
+            use_connector(llm, wrong)
+    llm.add_request([5, 6, 7], SamplingParams(max_tokens=2))
+    with pytest.raises(ValueError, match="1 requests have not ended"):
+        use_connector(llm, store)
+    while not llm.is_finished():
+        llm.step()
+    use_connector(llm, store)
+    with pytest.raises(ValueError, match="already has a connector, a ToyStore"):
+        use_connector(llm, ToyStore(llm.model_runner))
     assert answers(llm, requests[:17]) == expected[:17]
     assert store.num_put > 20 and store.num_got > 20
     store.fails = fails
@@ -1154,6 +1164,10 @@ def test_damaged_files(tmp_path):
     with pytest.raises(OSError, match="other token ids"):
         files.read(1, [3, 1, 5], found)
     files.read(1, ids, found)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(OSError, match=r"1\.block: is not a regular file"):
+        files.read(1, ids, found)
 
 
 @pytest.fixture
@@ -1299,6 +1313,34 @@ def test_bad_and_slow_files(restarted, small_model, requests, expected, monkeypa
     assert tokens == expected[:13] and tiers["disk_blocks"] > 0 and tiers["lost_copies"] > 1
     assert sum("could not be" in record.message for record in caplog.records if record.levelname == "WARNING") == 1
     assert not [*(tmp_path / "swap").rglob("*.tmp")]
+    assert not any(thread.name == "nanovllm-files" for thread in threading.enumerate()), "they would outlive Python"
+
+
+def test_files_that_hang(make_llm, small_model, tmp_path, monkeypatch):
+    """Dropping all requests does not wait for them, and the rows into which they are read are never used again."""
+    monkeypatch.setattr(host_blocks, "HostBlocks", HostBlocks)
+    prompt, params = [*range(5, 70)], SamplingParams(temperature=0, max_tokens=2)
+    settings = SMALL | dict(swap_dir=str(tmp_path), swap_space=gib(60, small_model))
+    with make_llm(small_model, **settings) as llm:
+        expected = llm.generate(prompt, params, use_tqdm=False)
+    go_on, is_reading, read = threading.Event(), threading.Event(), BlockFiles.read
+    monkeypatch.setattr(BlockFiles, "read", lambda *x: [is_reading.set(), go_on.wait(60), read(*x)])
+    monkeypatch.setattr(disk_tier, "EXIT_SECONDS", 0.05)
+    llm = make_llm(small_model, **settings)
+    tier: Any = llm.scheduler.block_manager.connector
+    request_id = llm.add_request(prompt, params)
+    while not is_reading.is_set():
+        llm.step()
+    (reading,) = tier._file_reads
+    rows = {row for entry in reading.entries.values() for row in entry.rows}
+    llm.abort(request_id)
+    with pytest.raises(RuntimeError, match="a step has failed"):
+        llm.engine_thread.call(lambda: 1 // 0)
+    assert rows and rows.isdisjoint(tier._free_rows)
+    assert llm.generate(prompt, params, use_tqdm=False)[0].outputs == expected[0].outputs
+    assert rows.isdisjoint(row for entry in tier._entries.values() for row in entry.rows)
+    llm.exit()
+    go_on.set()
 
 
 def test_a_slow_disk(restarted, small_model, requests, expected, monkeypatch):
@@ -1399,6 +1441,7 @@ def test_refused_folders(make_llm, tmp_path):
         (("swap_dir", "a" * 5000), ("swap_space", 0.01)): "can't be used",
         (("swap_dir", str(tmp_path / "a\0b")), ("swap_space", 0.01)): "can't be used",
         (("swap_dir", str(tmp_path)),): "needs swap_space",
+        (("swap_dir", str(tmp_path)), ("swap_space", 0.01), ("swap_dir_space", 1e-9)): "swap_dir_space=1e-09: a cache",
     }.items():
         with pytest.raises(ValueError, match=message):
             make_llm(**dict(settings))
@@ -1406,16 +1449,22 @@ def test_refused_folders(make_llm, tmp_path):
         make_llm(swap_dir=3, swap_space=1)
 
 
-def test_the_number_of_a_folder(tmp_path, monkeypatch):
-    """A full disk leaves no file behind. A file whose writer was killed is replaced."""
+def test_the_number_of_a_folder(tmp_path, monkeypatch, caplog):
+    """A full disk leaves no file behind. A damaged file is replaced, and blocks of the lost number are deleted."""
     file = tmp_path / "salt"
     with monkeypatch.context() as context:
         context.setattr(disk_tier.secrets, "token_bytes", Mock(side_effect=OSError(28, "No space left on device")))
         with pytest.raises(OSError, match="No space left"):
-            disk_tier._stored_salt(file)
+            disk_tier._stored_salt(tmp_path)
     assert not file.exists()
-    salt = disk_tier._stored_salt(file)
-    assert disk_tier._stored_salt(file) == salt
+    salt, block = disk_tier._stored_salt(tmp_path), tmp_path / "3.block"
+    block.touch()
+    assert disk_tier._stored_salt(tmp_path) == salt and block.exists() and not caplog.records
     monkeypatch.setattr(disk_tier, "sleep", lambda seconds: None)
-    file.write_bytes(b"")
-    assert disk_tier._stored_salt(file) == disk_tier._stored_salt(file) != salt
+    stored = file.read_bytes()
+    for damaged in (b"", stored[:5], bytes([stored[0] ^ 1]) + stored[1:]):
+        file.write_bytes(damaged)
+        block.touch()
+        assert disk_tier._stored_salt(tmp_path) == disk_tier._stored_salt(tmp_path) != salt
+        assert not block.exists() and "salt is damaged" in caplog.text
+        caplog.clear()

@@ -71,8 +71,8 @@ dtypes, --max-model-len, the number of GPUs, --swap-space and --speculative-conf
 --max-num-batched-tokens, --gpu-memory-utilization, --limit-mm-per-prompt or --mm-processor-kwargs, vLLM gets them too.
 In a run with the workload images, both engines accept one image per prompt and no videos, unless you set
 --limit-mm-per-prompt. If this package loads no vision tower, vLLM gets the flag --language-model-only. The output lists
-the versions of the engines, and the environment variables VLLM_*. With --plot FILE.svg, the results of online, latency
-or batches are drawn.
+the versions of the engines, and the environment variables VLLM_*. With --plot FILE.svg, the results of online,
+conversations, latency, batches or images are drawn.
 
 Random weights. With --shape, "model" in --speculative-config may also be the name of a shape, and the method "eagle3"
 needs no "model". Drafts from random weights are never accepted. To make both engines accept drafts at given rates, set

@@ -96,7 +96,7 @@ def compare_engines(args: argparse.Namespace, settings: dict[str, Any], config: 
         args.request_rate = sweeps.rates_of_cpu(args, settings, config)
     try:
         workloads, swept, panels = requested(args, config)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         sys.exit(f"{error}")
     functions = engines.STEPPED_ENGINES if args.workload[0] in sweeps.STEPPED else engines.ENGINES
     names = ["nanovllm", *args.compare]

@@ -85,6 +85,10 @@ def conversations_sweep(args: argparse.Namespace, config: Config) -> tuple[Workl
     number, shape = args.num_seqs or number, (args.turns or turns, args.pause or pause)
     sizes = median_lengths(args, config), config.max_model_len, args.seed, vocab_size
     requests = conversations(number, *shape, *sizes)
+    if not requests:
+        raise ValueError(
+            f"max_model_len={config.max_model_len}: the first turn of every conversation needs more tokens"
+        )
     warm_up = conversations(-(-number // 4), *shape, *sizes)
     names = {turn: f"turn {turn}" for turn in by_turn(requests)}
     ttft = {f"p{p}": (names, partial(latency_ms, kind="TTFT", p=p)) for p in (50, 99)}

@@ -136,6 +136,7 @@ KV_TRANSFER_CONFIG = {
 OFFLOADING = {
     "spec_name": ("CPUOffloadingSpec",),
     "eviction_policy": ("lru",),
+    "block_size": (int,),  # of host memory; here, blocks have the same size as on the device
     "store_threshold": (0, 1),
     "max_tracker_size": (int,),  # only used with a larger store_threshold
 }

@@ -40,12 +40,13 @@ COUNTERS: Quantities = {
     "prompt_tokens": ("Tokens of prompts", lambda now: now["tokens"]["in"]),
     "generation_tokens": ("Generated tokens", lambda now: now["tokens"]["out"]),
     "prefix_cache_queries": ("Tokens of prompts that were looked up", lambda now: now["tokens"]["in"]),
-    "prefix_cache_hits": (
-        "Tokens of prompts that were found in the cache",
-        lambda now: round(now["prefix_hit_rate"] * now["tokens"]["in"]),
+    "prefix_cache_hits": ("Tokens of prompts that were found in the device's cache", lambda now: _device_hits(now)),
+    "external_prefix_cache_queries": (
+        "Tokens of prompts that were looked up in host memory",
+        lambda now: now["tokens"]["in"] - _device_hits(now) if "tiers" in now else 0,
     ),
     "external_prefix_cache_hits": (
-        "Tokens of prompts that were found in host memory, also counted by prefix_cache_hits",
+        "Tokens of prompts that were found in host memory",
         lambda now: now.get("tiers", {}).get("host_hits", 0),
     ),
     "disk_blocks": ("Cache blocks that were read from files", lambda now: now.get("tiers", {}).get("disk_blocks", 0)),
@@ -193,6 +194,11 @@ class AllFronts(MultiProcessCollector):
         for metric in self.merge(files):
             metric.documentation = self._texts.get(metric.name, metric.documentation)
             yield metric
+
+
+def _device_hits(stats: dict[str, Any]) -> int:
+    tiers = stats.get("tiers", {})
+    return round(stats["prefix_hit_rate"] * stats["tokens"]["in"]) - tiers.get("host_hits", 0)
 
 
 def _drafts(stats: dict[str, Any], name: str, default: Any = 0) -> Any:

@@ -4,6 +4,7 @@ import os
 from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
+from stat import S_ISREG
 from struct import Struct
 from time import time
 from uuid import uuid4
@@ -103,7 +104,9 @@ class BlockFiles:
         the contents of `rows` are undefined.
         """
         path, expected_ids = self._path(block_hash), packed_ids(token_ids)
-        with path.open("rb", buffering=0) as file:
+        with open(path, "rb", buffering=0, opener=_open_at_once) as file:
+            if not S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise DamagedFileError(f"{path}: is not a regular file")
             header = file.read(HEADER.size)
             if len(header) < HEADER.size or not header.startswith(MAGIC):
                 raise DamagedFileError(f"{path}: is not a file of cache blocks")
@@ -120,6 +123,11 @@ class BlockFiles:
 
     def _path(self, block_hash: int) -> Path:
         return self.folder / f"{block_hash}{SUFFIX}"
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file, but do not wait for the other end of a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _read_into(file, row: np.ndarray) -> bool:

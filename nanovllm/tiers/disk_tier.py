@@ -20,8 +20,9 @@ import xxhash
 
 from nanovllm.cache.block_copies import block_parts
 from nanovllm.engine.engine import Engine
-from nanovllm.tiers.block_files import BlockFiles, DamagedFileError
+from nanovllm.tiers.block_files import SUFFIX, BlockFiles, DamagedFileError
 from nanovllm.tiers.connector import CachedBlock
+from nanovllm.tiers.host_blocks import row_bytes
 from nanovllm.tiers.host_tier import Entry, HostTier, use_host_tier
 from nanovllm.tiers.tiered_blocks import TieredBlockManager, report_loss
 from nanovllm.utils.daemon_threads import DaemonThreads
@@ -34,8 +35,8 @@ T = TypeVar("T")
 logger = logging.getLogger("nanovllm")
 NUM_THREADS = 4
 RETRY_SECONDS = 60.0  # if reading is slower than computing, it is measured again after this time
-EXIT_SECONDS = 10.0  # `exit` writes blocks for at most this long
-SALT, SALT_BYTES = "salt", 8  # a file
+EXIT_SECONDS = 10.0  # `exit` writes blocks for at most this long, and waits for reads at most this long
+SALT = "salt"  # a file
 SAMPLE_BYTES = 2**20
 
 
@@ -102,7 +103,10 @@ class DiskTier(HostTier):
         kept = [self._entries[block.block_hash] for block in blocks if block.block_hash in self._entries]
         for entry in kept:
             entry.num_reads += 1
-        entries = {x.block_hash: Entry(x.token_ids, self._pop_rows(len(self._ids_of_rows(x)))) for x in missing}
+        sizes = [len(self._ids_of_rows(block)) for block in missing]
+        if sum(sizes) > self._num_rows - sum(len(entry.rows) for entry in kept):
+            sizes = [0] * len(sizes)  # pop no rows, because popping drops other blocks
+        entries = {x.block_hash: Entry(x.token_ids, self._pop_rows(size)) for x, size in zip(missing, sizes)}
         read = Read(blocks, kept, entries, self._end_of_copies())
         if not all(entry.rows for entry in entries.values()):
             self._release(read)
@@ -112,14 +116,16 @@ class DiskTier(HostTier):
         return partial(self._has_arrived, read)
 
     def clear(self) -> None:
-        futures = [write.future for write in self._writes.values() if write.future is not None]
-        futures += [future for read in self._file_reads for future in (read.futures or {}).values()]
-        wait([future for future in futures if not future.cancel()])  # threads may use the rows until then
+        work = [(write.entry, write.future) for write in self._writes.values() if write.future is not None]
+        work += [(read.entries[key], x) for read in self._file_reads for key, x in (read.futures or {}).items()]
+        wait([future for _, future in work if not future.cancel()], EXIT_SECONDS)
         self._writes, self._file_reads = {}, []
         if self._files is not None:
             logger.warning("swap_dir: is no longer used, because the prefix cache was cleared; a restart uses it again")
         self._files = None
         super().clear()
+        if in_use := {row for entry, future in work if not future.done() for row in entry.rows}:  # by a file that hangs
+            self._free_rows = [row for row in self._free_rows if row not in in_use]
 
     def usage(self) -> dict[str, int]:
         totals, num_files = self._engine.scheduler.totals, 0 if self._files is None else len(self._files)
@@ -152,7 +158,7 @@ class DiskTier(HostTier):
 
     def close(self) -> None:
         """End the threads when they have done all work. After `close`, the tier does not use files."""
-        self._threads.close()
+        self._threads.close(EXIT_SECONDS)
         self._files = None
 
     def _allocate(self) -> None:
@@ -301,9 +307,13 @@ def use_disk_tier(engine: Engine) -> None:
     folder = Path(config.swap_dir).expanduser() / fingerprint(config, engine.model_runner)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the files reveal users' prompts
-        salt, files = _stored_salt(folder / SALT), BlockFiles(folder, int(config.swap_dir_space * 2**30))
+        salt = _stored_salt(folder)
+        files = BlockFiles(folder, int(config.swap_dir_space * 2**30))
     except (OSError, ValueError) as error:  # ValueError: the path contains a character that no path may have
         raise ValueError(f"swap_dir={config.swap_dir!r:.200}: can't be used: {error!s:.200}") from error
+    num_bytes = config.tensor_parallel_size * row_bytes(engine.model_runner)
+    if files.max_bytes < num_bytes:
+        raise ValueError(f"swap_dir_space={config.swap_dir_space:g}: a cache block takes {num_bytes / 2**30:.3g} GiB")
     tier = use_host_tier(engine, DiskTier)
     tier.start(files)
     scheduler.block_manager.salt = salt
@@ -340,23 +350,32 @@ def _described(file: Path) -> list:
     return [file.name, stat.st_size, stat.st_mtime_ns, digest.hexdigest()]
 
 
-def _stored_salt(file: Path) -> int:
-    """Return the random number in a file.
+def _stored_salt(folder: Path) -> int:
+    """Return the random number in the file `salt` of a folder. If the file is missing, write a new random number.
 
-    If the file is missing or stays incomplete, write a new random number first.
+    If the file is damaged, also delete the blocks in the folder, whose hashes depend on the lost number.
     """
+    file = folder / SALT
     try:
-        with suppress(FileExistsError), file.open("xb") as new:
-            new.write(secrets.token_bytes(SALT_BYTES))
+        with suppress(FileExistsError), file.open("xb") as opened:
+            opened.write(_with_checksum(secrets.token_bytes(8)))
     except OSError:  # the disk may be full
         file.unlink(missing_ok=True)
         raise
     for _ in range(100):
-        if len(salt := file.read_bytes()) == SALT_BYTES:
-            return int.from_bytes(salt, "little")
+        if (salt := file.read_bytes()) == _with_checksum(salt[:8]):
+            break
         sleep(0.01)  # another engine may write the file now
-    file.write_bytes(salt := secrets.token_bytes(SALT_BYTES))  # that engine has ended
-    return int.from_bytes(salt, "little")
+    else:
+        logger.warning("swap_dir: %s is damaged, so the cache blocks in its folder are deleted", file)
+        for block in folder.glob(f"*{SUFFIX}"):
+            block.unlink(missing_ok=True)
+        file.write_bytes(salt := _with_checksum(secrets.token_bytes(8)))
+    return int.from_bytes(salt[:8], "little")
+
+
+def _with_checksum(salt: bytes) -> bytes:
+    return salt + xxhash.xxh3_64_digest(salt)
 
 
 def _save(engine: Engine, tier: DiskTier) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from nanovllm.engine.engine import Engine
 from nanovllm.tiers.connector import CachedBlock, Connector
 from nanovllm.tiers.host_blocks import HostCall, row_bytes, rows_of
-from nanovllm.tiers.tiered_blocks import use_connector
+from nanovllm.tiers.tiered_blocks import install_connector
 
 if TYPE_CHECKING:
     from nanovllm.engine.model_runner import ModelRunner
@@ -169,5 +169,5 @@ def use_host_tier(engine: Engine, tier_class: type[T] = HostTier) -> T:
     except (RuntimeError, OSError) as error:
         cause = engine.workers.cause_of(error)  # another rank may have failed first
         raise RuntimeError(f"swap_space={config.swap_space:g}: the memory could not be allocated: {cause}") from error
-    use_connector(engine.scheduler, tier)
+    install_connector(engine.scheduler, tier)
     return tier

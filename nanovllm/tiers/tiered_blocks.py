@@ -541,16 +541,34 @@ class TieredQueue(WaitingQueue):
         return None
 
 
-def use_connector(scheduler: "Scheduler", connector: Connector) -> None:
-    """Add a second tier to an idle scheduler's prefix cache, and empty the prefix cache.
+def use_connector(llm: Any, connector: Connector) -> None:
+    """Add a second tier to the prefix cache of an LLM without requests, and empty the prefix cache.
 
-    Raises ValueError if prefix caching is off, or if the prefix cache already has a second tier.
+    Raises TypeError if `connector` is not a Connector. Raises ValueError if prefix caching is off, if the prefix cache
+    already has a second tier, or if a request has not ended.
     """
-    blocks: Any = scheduler.block_manager
+    scheduler = llm.scheduler
+    check_connector(scheduler, connector)  # an error in the engine's thread would fail all requests
+    if num_requests := llm.engine_thread.call(lambda: len(scheduler.live)):
+        raise ValueError(f"{num_requests} requests have not ended: install a connector before the first request")
+    llm.engine_thread.call(lambda: install_connector(scheduler, connector))
+
+
+def check_connector(scheduler: "Scheduler", connector: Connector) -> None:
+    """Raise the errors of `use_connector`, except for requests that have not ended."""
+    if not isinstance(connector, Connector):
+        raise TypeError(f"connector={connector!r:.80}: must be an object of a subclass of Connector")
+    blocks = scheduler.block_manager
     if not blocks.enable_prefix_caching:
         raise ValueError("enable_prefix_caching=False: must be True, because a connector stores the prefix cache")
     if isinstance(blocks, TieredBlockManager):
         raise ValueError(f"the prefix cache already has a connector, a {type(blocks.connector).__name__}")
+
+
+def install_connector(scheduler: "Scheduler", connector: Connector) -> None:
+    """Do the work of `use_connector` in the engine's thread."""
+    check_connector(scheduler, connector)
+    blocks: Any = scheduler.block_manager
     forms = {StateBlockManager: TieredStates, WindowBlockManager: TieredWindows, BlockManager: TieredBlockManager}
     blocks.connector, blocks.totals = connector, scheduler.totals
     replace_methods(blocks, next(form for kind, form in forms.items() if isinstance(blocks, kind)), "Tiered")

@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
+from time import monotonic
 from typing import Any
 
 
@@ -25,10 +26,16 @@ class DaemonThreads:
         self._work.put((future, partial(function, *arguments)))
         return future
 
-    def close(self) -> None:
-        """End the threads when all submitted work is done."""
+    def close(self, seconds: float = 0.0) -> None:
+        """End the threads when all submitted work is done. Wait for the end for at most `seconds`.
+
+        If a thread frees a tensor while Python exits, the process may abort.
+        """
         for _ in self._threads:
             self._work.put(None)
+        end = monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, end - monotonic()))
 
     def _run(self) -> None:
         while (item := self._work.get()) is not None:
