@@ -1323,15 +1323,17 @@ def test_files_that_hang(make_llm, small_model, tmp_path, monkeypatch):
     settings = SMALL | dict(swap_dir=str(tmp_path), swap_space=gib(60, small_model))
     with make_llm(small_model, **settings) as llm:
         expected = llm.generate(prompt, params, use_tqdm=False)
-    go_on, is_reading, read = threading.Event(), threading.Event(), BlockFiles.read
-    monkeypatch.setattr(BlockFiles, "read", lambda *x: [is_reading.set(), go_on.wait(60), read(*x)])
+    go_on, read = threading.Event(), BlockFiles.read
+    monkeypatch.setattr(BlockFiles, "read", lambda *x: [go_on.wait(60), read(*x)])
     monkeypatch.setattr(disk_tier, "EXIT_SECONDS", 0.05)
     llm = make_llm(small_model, **settings)
     tier: Any = llm.scheduler.block_manager.connector
     request_id = llm.add_request(prompt, params)
-    while not is_reading.is_set():
+    while not tier._file_reads or tier._file_reads[0].futures is None:
         llm.step()
     (reading,) = tier._file_reads
+    while not all(future.running() for future in reading.futures.values()):  # those that wait would be cancelled
+        sleep(0.001)
     rows = {row for entry in reading.entries.values() for row in entry.rows}
     llm.abort(request_id)
     with pytest.raises(RuntimeError, match="a step has failed"):
