@@ -1219,6 +1219,15 @@ def test_modes_of_images(make_vision):
     for data in files:
         expected = load_image(Image.open(io.BytesIO(data)))
         assert reader.read(data) == reader.read(expected)
+    for mode in "RGBA", "LA":  # put on white
+        transparent = image.convert(mode)
+        transparent.putalpha(Image.linear_gradient("L").resize(image.size))
+        on_white = Image.composite(
+            image.convert(mode[:-1]).convert("RGB"), Image.new("RGB", image.size, "white"), transparent.getchannel("A")
+        )
+        pixels = [np.frombuffer(reader.read(x).pixels, np.uint8).astype(int) for x in (as_bytes(transparent), on_white)]
+        assert abs(pixels[0] - pixels[1]).max() <= 1
+        assert reader.read(transparent) == reader.read(as_bytes(transparent)) != reader.read(image.convert(mode))
     assert reader.read(files[6])[1:3] == reader.read(image)[2:0:-1], "rows and columns change places"
     closed = Image.open(io.BytesIO(files[9]))
     closed.close()
@@ -1326,7 +1335,10 @@ WRONG = [
     ({"image": 5}, TypeError, "multi_modal_data: image=5: must be a PIL image"),
     ({"image": b"no image"}, ValueError, "image: unknown format: must be PNG, JPEG, WebP, GIF, BMP, PPM or TIFF$"),
     ({"image": "no_such_file.png"}, ValueError, "image='no_such_file.png': can't be read .No such file"),
-    ({"image": np.zeros((4, 4), np.float32)}, TypeError, "image: is an array of float32: must be an array of uint8"),
+    ({"image": np.zeros((4, 4), np.float32)}, TypeError, r"image: is an array \[4, 4\] of float32: must be"),
+    ({"image": np.zeros(9, np.uint8)}, TypeError, r"image: is an array \[9\] of uint8: must be \[height, width, 3"),
+    ({"image": np.zeros((3, 8, 8), np.uint8)}, TypeError, r"is an array \[3, 8, 8\] of uint8"),
+    ({"image": "http://a.com/b.png"}, ValueError, "image='http://a.com/b.png': is a URL, which only conversations"),
     ({"image": "a\0b"}, ValueError, "image='a.*b': can't be read"),
     ({"video": [1]}, ValueError, "multi_modal_data: has .'video'.: only 'image' is supported"),
     (7, TypeError, "multi_modal_data=7: must be a dict"),
@@ -1422,6 +1434,8 @@ def test_urls_that_are_not_allowed(make_vision, tmp_path):
         (closed, f"file://{secret}", "files are read only with the setting allowed_local_media_path"),
         (closed, "https://example.com/a.png", "'example.com' is not among allowed_media_domains=None"),
         (llm, "http://example.org/a.png", "'example.org' is not among allowed_media_domains"),
+        (llm, "http://[x/a.png", r"image_url='http://\[x/a.png': is not a valid URL"),
+        (closed, "file://[x/a.png", r"image_url='file://\[x/a.png': is not a valid URL"),
         (llm, "http://example.com@example.org/a.png", "'example.org' is not among allowed_media_domains"),
         (llm, "http://localhost:1/a.png", "'localhost' has the address .*, which is not public"),
         (llm, f"file://{folder}/none.png", "is not a file"),

@@ -84,10 +84,12 @@ class ImageReader:
 
     def open(self, source: Any, is_trusted: bool = True) -> Any:
         """Return a PIL image that is not decoded yet. Arguments and errors are the same as for `read`."""
-        if isinstance(source, str) and (source.startswith("data:") or not is_trusted):
+        if isinstance(source, str) and (source[:5].lower() == "data:" or not is_trusted):
             source = fetch(source, self.config, MAX_BYTES)
         elif isinstance(source, Path) and not is_trusted:
             raise TypeError(f"image={str(source)!r:.200}: is a path: must be a URL")
+        elif isinstance(source, str) and source.lower().startswith(("http://", "https://")):
+            raise ValueError(f"image={source!r:.80}: is a URL, which only conversations may contain")
         elif isinstance(source, (str, Path)):
             path = Path(source)
             source = read_file(path, f"image={str(path)!r:.200}", MAX_BYTES)
@@ -95,8 +97,9 @@ class ImageReader:
             if isinstance(source, (bytes, bytearray, memoryview)):
                 source = _open_file(source, FORMATS if is_trusted else WEB_FORMATS)
             elif isinstance(source, np.ndarray):
-                if source.dtype != np.uint8:
-                    raise TypeError(f"image: is an array of {source.dtype}: must be an array of uint8")
+                if source.dtype != np.uint8 or not (source.ndim == 2 or source.shape[2:] in ((3,), (4,))):
+                    given = f"{[*source.shape]} of {source.dtype}"
+                    raise TypeError(f"image: is an array {given}: must be [height, width, 3 or 4] of uint8")
                 source = Image.fromarray(source)
             if not isinstance(source, Image.Image):
                 raise TypeError(f"image={source!r:.80}: must be {KINDS}")
@@ -106,11 +109,14 @@ class ImageReader:
         return source
 
     def _in_rgb(self, image: Any) -> Any:
-        """Decode an image. As in transformers, use the first frame, and rotate the image as its EXIF entry says."""
+        """Decode an image. As in transformers, rotate the image as its EXIF entry says, and put it on white."""
         with _image_errors(), LOCKS[id(image) % len(LOCKS)]:
             image.load()  # first, because some formats then have another mode
             if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:  # otherwise, only a copy
                 image = ImageOps.exif_transpose(image)
+            if "A" in image.getbands() or image.info.get("transparency") is not None:
+                image = image.convert("RGBA")
+                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
             return image if image.mode == "RGB" else image.convert("RGB")
 
 
@@ -127,6 +133,8 @@ def _open_file(data: bytes | bytearray | memoryview, formats: tuple[str, ...]) -
 def _image_errors() -> Iterator[None]:
     try:
         yield
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"image: has too many pixels: must have between 1 and {MAX_PIXELS}") from error
     except (TypeError, ValueError) as error:
         if str(error).startswith("image"):
             raise

@@ -30,6 +30,10 @@ def fetch(url: str, config: "Config", max_bytes: int) -> bytes:
     scheme = url[:8].partition(":")[0].lower()
     if scheme == "data":
         return _decode(url, max_bytes)
+    try:
+        urlsplit(url)
+    except ValueError as error:
+        raise ValueError(f"image_url={url!r:.80}: is not a valid URL ({error})") from error
     if scheme == "file":
         return _read_local(url, config.allowed_local_media_path, max_bytes)
     if scheme in PORTS:
@@ -39,7 +43,7 @@ def fetch(url: str, config: "Config", max_bytes: int) -> bytes:
 
 def _decode(url: str, max_bytes: int) -> bytes:
     header, comma, data = url.partition(",")
-    if not comma or not header.endswith(";base64"):
+    if not comma or not header.lower().endswith(";base64"):
         raise ValueError(f"image_url={url!r:.80}: must contain base64, as data:image/png;base64,...")
     if len(data) > max_bytes // 3 * 4:
         raise ValueError(f"image_url={url!r:.80}: has more than {max_bytes} bytes")
