@@ -999,6 +999,12 @@ def test_patterns(tmp_path):
     assert [config.scale_of(name) for name in names[:5]] == [4.0, 0.75, 0.75, 8.0, 0.75]
     (tmp_path / "adapter_config.json").write_text(json.dumps(raw | {"use_rslora": True}))
     assert AdapterConfig.read(tmp_path).scale_of(names[0]) == 8.0
+    names.append("model.layers.1.mlp.experts.2.up_proj")  # by default, the last number counts, as in PEFT
+    raw |= {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1]}
+    for more, found in ({}, False), ({"layers_pattern": "layers"}, True), ({"layers_pattern": ["h", "layers"]}, True):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(raw | more))
+        config = AdapterConfig.read(tmp_path)
+        assert [config.includes(name) for name in names] == 3 * [False] + [True, False, True] + 3 * [False] + [found]
 
 
 def test_target_expression_and_all_linear(make_llm, tmp_path, model):
@@ -1011,6 +1017,12 @@ def test_target_expression_and_all_linear(make_llm, tmp_path, model):
     found[2].edit(target_modules="all-linear")
     llm = make_llm(model, **LORA)
     assert_merged(model, generate_by_steps(llm, arguments_of(mixed(found))), mixed(found))
+    lists = [{"target_modules": ATTENTION + MLP, "layers_to_transform": layers} for layers in ([0], [0, 1])]
+    for i, wrong in enumerate((*lists, {"target_modules": ".*"})):
+        PEFTAdapter(tmp_path / f"wrong{i}", reference, r"model\.layers\.1\..*", 2).edit(**wrong)
+        problem = "is missing, but matches target" if i else "does not match target_modules and layers_to_transform"
+        with pytest.raises(ValueError, match=problem):
+            llm.generate([[3]], use_tqdm=False, lora_request=LoRARequest("wrong", 9 + i, str(tmp_path / f"wrong{i}")))
 
 
 def test_bundled_adapter(make_llm):

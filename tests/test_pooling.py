@@ -265,6 +265,13 @@ def test_truncation(make_llm, tmp_path, schedule):
             embed(text, n)
     with pytest.raises(ValueError, match="tokens; must be at most max_model_len"):
         embed(text)
+    for prompt in {"prompt": "a"}, {"prompt_token_ids": [5]}:
+        with pytest.raises(ValueError, match="multi_modal_data: must be left out"):
+            embed(prompt | {"multi_modal_data": {"image": b"a"}})
+        with pytest.raises(ValueError, match="prompt: has images, and a prompt with images can't be truncated"):
+            embed(prompt | {"multi_modal_data": {"image": b"a"}}, 9)
+        with pytest.raises(TypeError, match="no keys but"):
+            embed(prompt | {"other": 1})
 
 
 def test_default_prompt(make_llm, tmp_path):
@@ -364,7 +371,7 @@ def test_logit_score(make_llm, tmp_path):
     assert output.score == pytest.approx(logits[40].item(), abs=1e-5)
     (output,) = llm.score("cats", "Cats {purr}.", template="{query}? {document}", use_tqdm=False)
     assert output.prompt == "cats? Cats {purr}."
-    for wrong in (5, "{query.foo}", "{query[foo]}", "{other}"):
+    for wrong in (5, "{query.foo}", "{query[foo]}", "{other}", "{query}"):
         with pytest.raises((TypeError, ValueError), match=f"template={re.escape(repr(wrong))}: "):
             llm.score("cats", "Cats purr.", template=wrong)
 
@@ -532,6 +539,7 @@ REFUSED = [
     (dict(task="embed", speculative_config={"method": "ngram"}), {}, "speculative_config=.*: must be None"),
     ({}, {"modules.json": {"type": 3}}, "modules.json: must be a list of objects with a 'type'"),
     ({}, {"modules.json": modules("Dense")}, "modules.json: module='Dense': must be one of"),
+    ({}, pooled({"pooling_mode": 3}), "1_Pooling/config.json: pooling_mode=3: must be a string or a list of strings"),
     ({}, pooled({"pooling_mode": "max"}), "1_Pooling/config.json: pooling_mode='max': must be one of 'lasttoken'"),
     ({}, pooled({"pooling_mode": ["mean", "cls"]}), r"pooling_mode='mean\+cls': must be one of"),
     ({}, pooled(MEAN | {"include_prompt": False}), "include_prompt=false: must be true with pooling_mode 'mean'"),
@@ -563,6 +571,15 @@ REFUSED = [
 def test_what_is_refused(tmp_path, settings, files, message):
     with pytest.raises(ValueError, match=message):
         Config(save(tmp_path, reference("Qwen3", "ForCausalLM"), files), **settings)
+
+
+@pytest.mark.parametrize("sizes", ["32", [0], ["a"], 5])
+def test_refused_dimensions(tmp_path, sizes):
+    save(tmp_path, reference("Qwen3", "ForCausalLM"), pooled(LAST))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"matryoshka_dimensions": sizes}))
+    with pytest.raises(ValueError, match=r"config.json: matryoshka_dimensions=.*: must be a list of numbers"):
+        Config(str(tmp_path))
 
 
 @pytest.mark.parametrize(

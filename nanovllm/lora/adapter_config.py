@@ -45,7 +45,8 @@ class AdapterConfig:
     target_parameters: tuple[str, ...]  # stacked parameters of experts
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
-    has_all_layers: bool  # whether every module that matches `target_modules` must have an adapter
+    layers: tuple[int, ...] | None  # only modules in these layers have an adapter; None: in all layers
+    layers_pattern: tuple[str, ...]  # names of a module list whose indices are layers; empty: the last module list
 
     @classmethod
     def read(cls, folder: Path) -> "AdapterConfig":
@@ -83,14 +84,22 @@ class AdapterConfig:
             target_parameters=parameters,
             rank_pattern=_numbers(file, "rank_pattern", raw.get("rank_pattern"), check_int, 1),
             alpha_pattern=_numbers(file, "alpha_pattern", raw.get("alpha_pattern"), check_real, 0),
-            has_all_layers=raw.get("layers_to_transform") is None,
+            layers=_layers(file, raw.get("layers_to_transform")),
+            layers_pattern=_names(file, "layers_pattern", raw.get("layers_pattern") or []),
         )
 
     def includes(self, module: str) -> bool:
         """Return whether the module with this name has an adapter."""
         if self.target_modules == "all-linear":
             return not matches(self.exclude_modules, module)
-        return matches(self.target_modules, module) and not matches(self.exclude_modules, module)
+        found = matches(self.target_modules, module) and not matches(self.exclude_modules, module)
+        return found and (self.layers is None or self._layer_of(module) in self.layers)
+
+    def _layer_of(self, module: str) -> int | None:
+        for pattern in self.layers_pattern or (r"[^.]*",):
+            if found := re.match(rf".*\.{pattern}\.(\d+)\.", module):
+                return int(found[1])
+        return None
 
     def includes_parameter(self, name: str) -> bool:
         """Return whether the stacked parameter with this name has an adapter."""
@@ -136,6 +145,18 @@ def _patterns(file: Path, name: str, value: Any) -> str | tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise TypeError(f"{file}: {name}={value!r:.80}: must be a regular expression or a list of module names")
     return tuple(value)
+
+
+def _names(file: Path, name: str, value: Any) -> tuple[str, ...]:
+    patterns = _patterns(file, name, value)
+    return (patterns,) if isinstance(patterns, str) else patterns
+
+
+def _layers(file: Path, value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    numbers = value if isinstance(value, list) else [value]
+    return tuple(check_int(f"{file}: layers_to_transform", number, low=0) for number in numbers)
 
 
 def _numbers(file: Path, name: str, value: Any, check: Any, low: int) -> dict[str, Any]:

@@ -103,8 +103,11 @@ def _check_targets(file: Path, config: AdapterConfig, modules: dict[str, str], n
     """
     for stored in modules.values():
         if not config.includes(stored):
-            raise ValueError(f"{file}: {PREFIX}{stored}: does not match target_modules in {config.file}")
+            entries = "target_modules" if config.layers is None else "target_modules and layers_to_transform"
+            raise ValueError(f"{file}: {PREFIX}{stored}: does not match {entries} in {config.file}")
+    # an expression might match names that the model has in transformers, but not this engine's names
+    has_same_names = all(name == stored for name, stored in modules.items())
+    is_sure = isinstance(config.target_modules, tuple) or config.target_modules == "all-linear" or has_same_names
     for name in names:
-        is_sure = isinstance(config.target_modules, tuple) and config.has_all_layers
         if is_sure and name not in modules and config.includes(name):
             raise ValueError(f"{file}: {PREFIX}{name}{MATRICES[0]} is missing, but matches target_modules")

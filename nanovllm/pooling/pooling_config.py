@@ -110,7 +110,10 @@ def _prompts(saved: dict, file: Path) -> dict[str, Any]:
 
 def _read_embedding(folder: Path, modules: dict[str, Path], raw: dict) -> dict[str, Any]:
     """Return the fields of a PoolingConfig that the modules of sentence-transformers define."""
-    fields: dict[str, Any] = {"dimensions": tuple(raw.get("matryoshka_dimensions") or ())}
+    sizes = raw.get("matryoshka_dimensions") or []
+    if not isinstance(sizes, list) or not all(type(size) is int and size > 0 for size in sizes):
+        raise ValueError(f"{folder / 'config.json'}: matryoshka_dimensions={sizes!r:.80}: must be a list of numbers")
+    fields: dict[str, Any] = {"dimensions": tuple(sizes)}
     if not modules:
         return fields
     for name in modules:
@@ -128,6 +131,8 @@ def _read_embedding(folder: Path, modules: dict[str, Path], raw: dict) -> dict[s
         old = [name for name, value in pooling.items() if name.startswith(OLD_MODE_PREFIX) and value is True]
         modes = pooling.get("pooling_mode") or [name.removeprefix(OLD_MODE_PREFIX) for name in old] or "mean"
         modes = [modes] if isinstance(modes, str) else modes
+        if not isinstance(modes, list) or not all(isinstance(name, str) for name in modes):
+            raise ValueError(f"{file}: pooling_mode={modes!r:.80}: must be a string or a list of strings")
         mode = "+".join(name.removesuffix("_tokens").removesuffix("_token") for name in modes)
         check_choice(f"{file}: pooling_mode", mode, POOLING_MODES)
         if mode != "lasttoken" and pooling.get("include_prompt") is False:

@@ -43,7 +43,7 @@ def prefix_of(config: Config, prompt_name: str | None, instruction: str | None) 
 def with_prefix(prompt: Any, prefix: str) -> Any:
     """If a prompt is a text, put `prefix` before it. Return token ids and conversations unchanged."""
     if isinstance(prompt, dict) and prompt.get("prompt_token_ids") is None and isinstance(prompt.get("prompt"), str):
-        return {"prompt": prefix + prompt["prompt"]}
+        return {**prompt, "prompt": prefix + prompt["prompt"]}
     return prefix + prompt if isinstance(prompt, str) else prompt
 
 
@@ -141,6 +141,8 @@ def _pair_prompt(
         instruction = RERANKER_INSTRUCTION if instruction is None else instruction
         if not isinstance(template, str):
             raise TypeError(f"template={template!r:.80}: must be a string")
+        if not all(field in template for field in ("{query}", "{document}")):
+            raise ValueError(f"template={template!r:.80}: must contain {{query}} and {{document}}")
         try:
             text = template.format(instruction=instruction, query=query, document=document)
         except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.requests.prompts import read_text_prompt
+from nanovllm.requests.prompts import has_images, read_text_prompt
 from nanovllm.requests.request import Prompt, TokensPrompt
 from nanovllm.utils.checks import check_int
 
@@ -32,6 +32,8 @@ def cut_prompt(
     """
     max_kept = processor.max_prompt_tokens if max_kept is None else max_kept
     num_kept = check_num_kept(num_kept, max_kept)
+    if has_images(prompt):
+        raise ValueError("prompt: has images, and a prompt with images can't be truncated")
     is_text = isinstance(prompt, str) or (isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None)
     adds_special = is_text if adds_special is None else adds_special and is_text
     with processor.tokenizer_lock:
