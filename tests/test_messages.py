@@ -266,7 +266,8 @@ def test_events_of_a_stream(create):
     assert (start["type"], start["role"], start["content"], start["stop_reason"]) == ("message", "assistant", [], None)
     deltas = [event for event in events if event["type"] == "content_block_delta"]
     usage = events[-2]["usage"]
-    assert len(deltas) > 1 and start["usage"]["output_tokens"] == 0 and usage["output_tokens"] >= len(deltas)
+    # several tokens may come in one piece
+    assert deltas and start["usage"]["output_tokens"] == 0 and usage["output_tokens"] >= len(deltas)
     assert start["usage"]["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
 
 
