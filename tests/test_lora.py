@@ -1005,6 +1005,9 @@ def test_patterns(tmp_path):
         (tmp_path / "adapter_config.json").write_text(json.dumps(raw | more))
         config = AdapterConfig.read(tmp_path)
         assert [config.includes(name) for name in names] == 3 * [False] + [True, False, True] + 3 * [False] + [found]
+    (tmp_path / "adapter_config.json").write_text(json.dumps(raw | {"layers_pattern": ["h", "("]}))
+    with pytest.raises(ValueError, match="adapter_config.json: layers_pattern: '[(]': is not a regular expression"):
+        AdapterConfig.read(tmp_path)
 
 
 def test_target_expression_and_all_linear(make_llm, tmp_path, model):

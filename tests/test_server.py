@@ -607,7 +607,7 @@ def test_metrics(server, client):
 
 def test_hits_by_tier():
     """As in vLLM, the tokens that the device's cache lacks are looked up in host memory."""
-    stats = {"tokens": {"in": 100}, "prefix_hit_rate": 0.5, "tiers": {"host_hits": 20}}
+    stats = {"tokens": {"in": 100}, "prefix_hit_rate": 0.5, "tiers": {"device_hits": 30, "host_hits": 20}}
     names = "prefix_cache_queries", "prefix_cache_hits", "external_prefix_cache_queries", "external_prefix_cache_hits"
     assert [metrics.COUNTERS[name][1](stats) for name in names] == [100, 30, 70, 20]
     del stats["tiers"]

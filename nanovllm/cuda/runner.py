@@ -22,6 +22,7 @@ from nanovllm.engine.forward_output import ForwardOutput, SamplerInput
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.fused import fuse
 from nanovllm.fused.decoder import FusedModel
+from nanovllm.fused.forms import has_hooks
 from nanovllm.layers.sampler import SamplingRows
 from nanovllm.utils.tensor_parallel import STEP_TIMEOUT
 
@@ -70,8 +71,9 @@ class CUDAModelRunner(BatchRunner):
         after_forward = {type(self.features[name]).after_forward for name in batch.feature_arrays}  # may read outputs
         if shape.is_padded or not shape.has_chunks or after_forward - {StepFeature.after_forward}:
             return True
-        has_hooks = any(x._forward_hooks or x._forward_pre_hooks for x in (self.model, self.model.model))
-        return has_hooks or not (isinstance(decoder, FusedModel) and decoder.can_select_outputs())
+        if has_hooks(self.model, self.model.model):
+            return True
+        return not (isinstance(decoder, FusedModel) and decoder.can_select_outputs())
 
     def sampled_states(self, hidden_states: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
         if len(hidden_states) == batch.shape.num_tokens:

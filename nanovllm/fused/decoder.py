@@ -12,6 +12,7 @@ from nanovllm.fused.forms import (
     FusedRMSNorm,
     FusedRotaryEmbedding,
     Rope,
+    has_hooks,
     rope_at,
     run_fused,
     takes_fused,
@@ -138,7 +139,7 @@ class FusedModel(Fused):
         """Return whether the last MLP can run for some rows: it reads no context, and no hook sees its output."""
         *_, layer = None, *self.layers
         known = isinstance(layer, FusedDecoderLayer) and takes_fused(getattr(layer, "mlp", None))
-        return known and not any(x._forward_hooks or x._forward_pre_hooks for x in (self, self.norm, *layer.modules()))
+        return known and not has_hooks(self, self.norm, *layer.modules())
 
     def prepare(self: Any) -> None:
         fused = [layer for layer in self.layers if isinstance(layer, Fused)]

@@ -119,12 +119,16 @@ def has_method(module: nn.Module, path: str) -> bool:
     return name not in vars(module) and getattr(type(module), name, None) is resolve_name(path)
 
 
+def has_hooks(*modules: nn.Module) -> bool:
+    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+
+
 def takes_fused(module: nn.Module) -> bool:
     """Return whether neighbours may call `module.fused`.
 
     The module must have no hooks, because `fused` would skip hooks.
     """
-    return isinstance(module, Fused) and not (module._forward_hooks or module._forward_pre_hooks)
+    return isinstance(module, Fused) and not has_hooks(module)
 
 
 def run_fused(module: nn.Module, x: NormInput, *rope: Rope) -> PartialSum:

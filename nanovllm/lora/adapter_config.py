@@ -29,6 +29,7 @@ REFUSED: dict[str, tuple] = {
 }
 # ways of initialization that change the base model's weights
 CHANGES_BASE = "pissa", "olora", "corda", "loftq", "lora_ga"
+LAYER = r".*\.{}\.(\d+)\."  # where PEFT looks for a pattern of layers_pattern, and then for the layer's number
 END_OF_NAME = r"(.*\.)?({})$"  # where PEFT matches a pattern of rank_pattern or alpha_pattern
 
 
@@ -97,7 +98,7 @@ class AdapterConfig:
 
     def _layer_of(self, module: str) -> int | None:
         for pattern in self.layers_pattern or (r"[^.]*",):
-            if found := re.match(rf".*\.{pattern}\.(\d+)\.", module):
+            if found := re.match(LAYER.format(pattern), module):
                 return int(found[1])
         return None
 
@@ -149,7 +150,10 @@ def _patterns(file: Path, name: str, value: Any) -> str | tuple[str, ...]:
 
 def _names(file: Path, name: str, value: Any) -> tuple[str, ...]:
     patterns = _patterns(file, name, value)
-    return (patterns,) if isinstance(patterns, str) else patterns
+    patterns = (patterns,) if isinstance(patterns, str) else patterns
+    for pattern in patterns:
+        _check_pattern(file, name, pattern, LAYER)
+    return patterns
 
 
 def _layers(file: Path, value: Any) -> tuple[int, ...] | None:

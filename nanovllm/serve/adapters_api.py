@@ -57,6 +57,9 @@ class ServedAdapters:
             raise ValueError(problem)
 
     def add_routes(self, app: FastAPI) -> None:
+        """Raises ValueError without `enable_lora`."""
+        if not self._llm.input_processor.config.enable_lora:
+            raise ValueError("allow_runtime_lora_updating=True: needs enable_lora=True")
         app.post("/v1/load_lora_adapter")(self.load)
         app.post("/v1/unload_lora_adapter")(self.unload)
 

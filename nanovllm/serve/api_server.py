@@ -52,8 +52,6 @@ def create_app(
         add_routes(app, api)
     app.state.adapters = api.adapters
     if settings.allow_runtime_lora_updating:
-        if not llm.input_processor.config.enable_lora:
-            raise ValueError("allow_runtime_lora_updating=True: needs enable_lora=True")
         api.adapters.add_routes(app)
     if settings.enable_dev_endpoints and llm.engine is not None:
         from nanovllm.serve import dev_api  # a lazy import, because the routes are optional

@@ -197,8 +197,8 @@ class AllFronts(MultiProcessCollector):
 
 
 def _device_hits(stats: dict[str, Any]) -> int:
-    tiers = stats.get("tiers", {})
-    return round(stats["prefix_hit_rate"] * stats["tokens"]["in"]) - tiers.get("host_hits", 0)
+    hits = round(stats["prefix_hit_rate"] * stats["tokens"]["in"])
+    return stats.get("tiers", {}).get("device_hits", hits)
 
 
 def _drafts(stats: dict[str, Any], name: str, default: Any = 0) -> Any:

@@ -38,6 +38,7 @@ RETRY_SECONDS = 60.0  # if reading is slower than computing, it is measured agai
 EXIT_SECONDS = 10.0  # `exit` writes blocks for at most this long, and waits for reads at most this long
 SALT = "salt"  # a file
 SAMPLE_BYTES = 2**20
+TOO_SMALL = "host memory is too small for the blocks of a prefix"
 
 
 @dataclass(slots=True)
@@ -101,16 +102,16 @@ class DiskTier(HostTier):
         if not missing or self._files is None:
             return super().get(blocks)
         kept = [self._entries[block.block_hash] for block in blocks if block.block_hash in self._entries]
+        sizes = [len(self._ids_of_rows(block)) for block in missing]
+        if sum(sizes) + sum(len(entry.rows) for entry in kept) > self._num_rows:  # popping rows would only drop blocks
+            raise OSError(TOO_SMALL)
         for entry in kept:
             entry.num_reads += 1
-        sizes = [len(self._ids_of_rows(block)) for block in missing]
-        if sum(sizes) > self._num_rows - sum(len(entry.rows) for entry in kept):
-            sizes = [0] * len(sizes)  # pop no rows, because popping drops other blocks
         entries = {x.block_hash: Entry(x.token_ids, self._pop_rows(size)) for x, size in zip(missing, sizes)}
         read = Read(blocks, kept, entries, self._end_of_copies())
         if not all(entry.rows for entry in entries.values()):
             self._release(read)
-            raise OSError("host memory is too small for the blocks of a prefix")
+            raise OSError(TOO_SMALL)
         self._file_reads.append(read)
         self._begin_read(read)
         return partial(self._has_arrived, read)

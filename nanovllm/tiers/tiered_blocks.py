@@ -549,9 +549,14 @@ def use_connector(llm: Any, connector: Connector) -> None:
     """
     scheduler = llm.scheduler
     check_connector(scheduler, connector)  # an error in the engine's thread would fail all requests
-    if num_requests := llm.engine_thread.call(lambda: len(scheduler.live)):
+
+    def install_if_idle() -> int:
+        if not scheduler.live:
+            install_connector(scheduler, connector)
+        return len(scheduler.live)
+
+    if num_requests := llm.engine_thread.call(install_if_idle):
         raise ValueError(f"{num_requests} requests have not ended: install a connector before the first request")
-    llm.engine_thread.call(lambda: install_connector(scheduler, connector))
 
 
 def check_connector(scheduler: "Scheduler", connector: Connector) -> None:
@@ -566,7 +571,7 @@ def check_connector(scheduler: "Scheduler", connector: Connector) -> None:
 
 
 def install_connector(scheduler: "Scheduler", connector: Connector) -> None:
-    """Do the work of `use_connector` in the engine's thread."""
+    """Do the work of `use_connector` for an idle scheduler, in the engine's thread."""
     check_connector(scheduler, connector)
     blocks: Any = scheduler.block_manager
     forms = {StateBlockManager: TieredStates, WindowBlockManager: TieredWindows, BlockManager: TieredBlockManager}

@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Timer
 from time import monotonic
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 from nanovllm.utils.daemon_threads import DaemonThreads
 
@@ -31,13 +31,13 @@ def fetch(url: str, config: "Config", max_bytes: int) -> bytes:
     if scheme == "data":
         return _decode(url, max_bytes)
     try:
-        urlsplit(url)
+        parts = urlsplit(url)
     except ValueError as error:
         raise ValueError(f"image_url={url!r:.80}: is not a valid URL ({error})") from error
     if scheme == "file":
-        return _read_local(url, config.allowed_local_media_path, max_bytes)
+        return _read_local(url, parts, config.allowed_local_media_path, max_bytes)
     if scheme in PORTS:
-        return _download(url, config.allowed_media_domains, max_bytes)
+        return _download(url, parts, config.allowed_media_domains, max_bytes)
     raise ValueError(f"image_url={url!r:.80}: must be a data:, file:, http: or https: URL")
 
 
@@ -55,10 +55,9 @@ def _decode(url: str, max_bytes: int) -> bytes:
         raise ValueError(f"image_url={url!r:.80}: is not valid base64 ({error})") from error
 
 
-def _read_local(url: str, allowed: str, max_bytes: int) -> bytes:
+def _read_local(url: str, parts: SplitResult, allowed: str, max_bytes: int) -> bytes:
     if not allowed:
         raise ValueError(f"image_url={url!r:.80}: files are read only with the setting allowed_local_media_path")
-    parts = urlsplit(url)
     try:
         path = Path(unquote(parts.path)).resolve()  # follows links, which might leave the folder
     except RuntimeError as error:  # raised before Python 3.13
@@ -87,12 +86,11 @@ def read_file(path: Path, name: str, max_bytes: int, is_regular: bool = False) -
     return data
 
 
-def _download(url: str, domains: Any, max_bytes: int) -> bytes:
+def _download(url: str, parts: SplitResult, domains: Any, max_bytes: int) -> bytes:
     """Download a URL within MAX_SECONDS.
 
     The URL's domain must be allowed and have a public address. Redirects are refused.
     """
-    parts = urlsplit(url)
     host = (parts.hostname or "").lower()
     if host not in (domains or ()):
         raise ValueError(f"image_url={url!r:.80}: {host!r:.80} is not among allowed_media_domains={domains!r:.200}")

@@ -17,9 +17,13 @@ def shapes_with_images(shapes: list[BatchShape]) -> list[BatchShape]:
     A long step takes longer to compute than to launch. But without a graph, a step may compile kernels at its first
     launch, while the sequences that decode wait.
     """
-    longest, long = max(shape.num_tokens for shape in shapes), [shape for shape in shapes if shape.num_decode_rows]
-    chosen = [shape for shape in long if shape.num_tokens % 512 == 0 or shape.num_tokens == longest]
-    return [shape for shape in shapes if shape.num_tokens <= 1024 or shape in chosen]
+    longest = max(shape.num_tokens for shape in shapes)
+
+    def is_chosen(shape: BatchShape) -> bool:
+        n = shape.num_tokens
+        return n <= 1024 or (shape.num_decode_rows > 0 and (n % 512 == 0 or n == longest))
+
+    return [*filter(is_chosen, shapes)]
 
 
 class StaticImages(NamedTuple):
