@@ -463,7 +463,7 @@ def test_packed_gemm(fresh_memory_is_nan, dtype, kind, num_rows, n, k, split_k):
 @pytest.mark.skipif(not has_hopper_kernels(), reason="needs a Hopper GPU, and Triton 3.6")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "group_ids" not in KINDS[kind][3]])
-@pytest.mark.parametrize("num_rows", [1, 16, 17, 50, 128, 129, 300, 512])
+@pytest.mark.parametrize("num_rows", [1, 8, 9, 16, 17, 50, 128, 129, 300, 512])
 def test_packed_gemm_for_hopper(kind, num_rows, dtype):
     """Tiles and blocks of which something is missing; more blocks than buffers, fewer, and none in the last split."""
     from nanovllm.quantization.kernels.hopper_packed_gemm import hopper_packed_gemm
@@ -486,16 +486,33 @@ def test_packed_gemm_for_hopper(kind, num_rows, dtype):
         assert (error <= TOLERANCE[dtype] * (2 * plain.norm(dim=1) + parts.abs().sum(0))).all()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_hopper_kernels(), reason="needs a Hopper GPU, and Triton 3.6")
+@pytest.mark.parametrize("activation", [SWIGLU, Activation(1.5, shift=1.0, limit=0.75)])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "group_ids" not in KINDS[kind][3]])
+def test_packed_activation_for_hopper(kind, activation):
+    """One kernel computes the matmul, the bias and the activation of few rows."""
+    from nanovllm.quantization.kernels.hopper_packed_gemm import hopper_packed_gemm
+
+    for num_rows, n, k in (1, 80, 1280), (8, 26000, 2944), (5, 200, 128 if KINDS[kind][2] == 128 else 160):
+        weight, x = random_packed(kind, n, k, torch.bfloat16), randn(num_rows, k, dtype=torch.bfloat16)
+        bias, tile = randn(n, dtype=torch.bfloat16), packed_tile(x, weight, 1)
+        y = hopper_packed_gemm(x, weight, tile, None, bias, activation)[0].double()
+        expected = GatedActivation(activation)(x.double() @ dequantize(weight, torch.float64).T + bias.double())
+        assert (y - expected).norm() <= 0.02 * expected.norm()  # a gate of -20 has an error of 0.1
+
+
 def test_tiles_for_hopper():
     """Warpgroups with the same rows have their own buffers; registers and memory of a multiprocessor suffice."""
     for num_rows in range(1, 513):
         for n, k, few_registers in (4096, 4096, True), (24576, 4096, True), (24576, 2880, False), (8, 128, True):
-            tile = choose_packed_tile(num_rows, n, k, 8, 132, few_registers)
-            assert tile.stages and (tile.outputs == 128 or tile.stages % 2 == 0)
-            programs, sum_bytes = {168: 1, 80: 2, 56: 3}[tile.registers], (tile.outputs == 64) * tile.rows * 256
-            num_bytes = tile.stages * (tile.outputs * 64 + tile.rows * 256) + sum_bytes
-            assert programs * num_bytes < 227 * 2**10 and programs * tile.registers * 384 <= 65536
-            assert 1 <= tile.split_k <= 8 and (tile.split_k == 1 or k // 128 // tile.split_k >= 8)
+            for max_split_k in 1, 8:
+                tile = choose_packed_tile(num_rows, n, k, max_split_k, 132, few_registers)
+                assert tile.stages and (tile.outputs == 128 or tile.stages % 2 == 0)
+                programs, sum_bytes = {168: 1, 80: 2, 56: 3}[tile.registers], (tile.outputs == 64) * tile.rows * 256
+                num_bytes = tile.stages * tile.burst * (tile.outputs * 64 + tile.rows * 256) + sum_bytes
+                assert programs * num_bytes < 227 * 2**10 and programs * tile.registers * 384 <= 65536
+                assert 1 <= tile.split_k <= max_split_k and (tile.split_k == 1 or k // 128 // tile.split_k >= 8)
     assert choose_packed_tile(513, 4096, 4096, 8, 132, True) is choose_packed_tile(0, 4096, 4096, 8, 132, True) is None
 
 
@@ -537,11 +554,17 @@ def test_kernels_next_to_the_gemms_for_hopper(monkeypatch):
     stacks = [random_packed("int4", *shape, torch.float16, 5) for shape in ((192, 64), (64, 96))]
     x, routing = randn(11, 64, dtype=torch.float16), route(randn(1, 11, 5), 2, True)
 
-    def packed_rows(x, weight, bias, rows, routing, out):
-        for expert, first, end in rows.table[rows.table[:, 0] >= 0].tolist():
+    def packed_rows(x, weight, bias, rows, routing, first_expert, out, activation=None):
+        tiles = [(expert, i, i + 1) for i, expert in enumerate(routing.expert_ids[0].tolist())]
+        if rows is not None:
+            tiles = rows.table[rows.table[:, 0] >= 0].tolist()
+        for expert, first, end in tiles:
             plain = dequantize(weight.of(expert), torch.float64)
-            for row, pair in zip(range(first, end), rows.pairs[first:end].tolist()):
+            for row in range(first, end):
+                pair = row if rows is None else rows.pairs[row].item()
                 y = x[min(row, len(x) - 1)].double() @ plain.T
+                if activation is not None:
+                    y = GatedActivation(activation)(y)
                 if out.dim() == 3:
                     out[pair % 2, pair // 2] = y * routing.weights[pair // 2, pair % 2]
                 else:
@@ -549,7 +572,7 @@ def test_kernels_next_to_the_gemms_for_hopper(monkeypatch):
         return out
 
     hopper = SimpleNamespace(packed_rows=packed_rows)
-    for some in (x, x[:1]):
+    for some in (x, x[:5], x[:1]):
         chosen = Routing(routing.weights[: len(some)], routing.expert_ids[: len(some)], 5)
         expected = grouped_packed_experts(some, chosen, *stacks)
         with monkeypatch.context() as patch:

@@ -62,9 +62,14 @@ def halves(sums):
 
 @gluon.constexpr_function
 def outputs_of(tokens):
-    """Return the layout to store a tensor [tokens, 64]. Each thread stores 8 outputs of a token (16 bytes)."""
+    """Return the layout to store a tensor [tokens, 64]. Each thread stores 8 outputs of a token (16 bytes).
+
+    If there are only 8 tokens, each thread stores 4 outputs.
+    """
     registers = [[0, 1], [0, 2], [0, 4], *([1 << i, 0] for i in range(4, tokens.bit_length() - 1))]
     lanes = [[2, 0], [4, 0], [1, 0], [0, 8], [8, 0]]
+    if tokens == 8:
+        registers, lanes[4] = registers[:2], [0, 4]
     return gl.DistributedLinearLayout(registers, lanes, [[0, 16], [0, 32]], [], [tokens, 64])
 
 

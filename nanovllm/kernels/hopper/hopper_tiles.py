@@ -25,7 +25,7 @@ class HopperTile(NamedTuple):
     outputs: int
     split_k: int = 1
     burst: int = 2  # blocks of inputs that are loaded together
-    stages: int = 16  # the maximum number of blocks that are loaded ahead; shared memory may allow fewer
+    stages: int = 16  # the maximum number of bursts that are loaded ahead; shared memory may allow fewer
     registers: int = 168  # per thread, on average
 
 
@@ -82,6 +82,7 @@ def quantized_linear(
     return hopper_scaled_gemm(x, values, scales, tile, out)
 
 
+SMALL_TILE_M = 8  # up to this many rows of x, `mma.sync` multiplies 4-bit weights faster than `wgmma`
 MAX_PACKED_ROWS = 512  # with more rows, converting the weights for a GEMM of the library is faster
 
 
@@ -105,7 +106,9 @@ def suits_packed_kernels(x: torch.Tensor, weight) -> bool:
 
 
 def packed_expert_tile(tile_m: int, num_tiles: int, n: int, sms: int) -> HopperTile:
-    """Return the tile for `num_tiles` matmuls of `tile_m` rows by an expert's weight with `n` outputs."""
+    """Return the tile for `num_tiles` matmuls of `tile_m` rows by an expert's weight with `n` rows."""
+    if tile_m == SMALL_TILE_M:
+        return _with_stages(tile_m, 64, 1, 3 if num_tiles * -(-n // 64) > 4 * sms else 2)
     outputs = 64 if num_tiles * -(-n // 128) < 2 * sms else 128
     return _with_stages(tile_m, outputs, 1, programs=2 if tile_m <= 64 else 1)
 
@@ -115,23 +118,23 @@ def choose_packed_tile(
 ) -> HopperTile | None:
     if not 0 < num_rows <= MAX_PACKED_ROWS:
         return None
-    rows, outputs = min(128, max(16, 1 << (num_rows - 1).bit_length())), 64 if num_rows <= 128 else 128
+    rows, outputs = min(128, max(SMALL_TILE_M, 1 << (num_rows - 1).bit_length())), 64 if num_rows <= 128 else 128
     count, min_blocks = -(-num_rows // rows) * -(-n // outputs), 8 if rows <= 32 else 16
     split_k = max(1, min(max_split_k, 2 * sms // count, -(-k // 128) // min_blocks))
     # this many programs share the registers and the memory of a multiprocessor
     programs = 2 if rows <= 64 else 1
-    if rows == 16 and needs_few_registers and count * split_k > 2 * sms:
+    if rows <= 16 and needs_few_registers and count * split_k > 2 * sms:
         programs = 3
-    return _with_stages(rows, outputs, split_k, programs)
+    return _with_stages(rows, outputs, split_k, programs, burst=2 if rows == SMALL_TILE_M and programs == 3 else 1)
 
 
-def _with_stages(rows: int, outputs: int, split_k: int, programs: int) -> HopperTile:
+def _with_stages(rows: int, outputs: int, split_k: int, programs: int, burst: int = 1) -> HopperTile:
     """Return a tile with as many stages as fit into a multiprocessor that runs `programs` programs at a time."""
-    sum_bytes, stage_bytes = rows * 256 if outputs == 64 else 0, outputs * 64 + rows * 256
+    sum_bytes, stage_bytes = rows * 256 if outputs == 64 else 0, burst * (outputs * 64 + rows * 256)
     stages = min(8, (216 * 2**10 // programs - sum_bytes) // stage_bytes)
-    if outputs == 64:  # warpgroups that take every other block must not share buffers: see hopper_packed_gemm.py
+    if outputs == 64:  # warpgroups that take alternate bursts must not share buffers: see hopper_packed_gemm.py
         stages -= stages % 2
-    return HopperTile(rows, outputs, split_k, stages=stages, registers={1: 168, 2: 80, 3: 56}[programs])
+    return HopperTile(rows, outputs, split_k, burst, stages, {1: 168, 2: 80, 3: 56}[programs])
 
 
 def qkv_norm_rope_store(x, layer, qk_norm_rope, slot_mapping: torch.Tensor, cache) -> torch.Tensor:

@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.hopper.hopper_tiles import suits_packed_kernels
+from nanovllm.kernels.activations import SWIGLU
+from nanovllm.kernels.hopper.hopper_tiles import SMALL_TILE_M, suits_packed_kernels
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch, next_power_of_2
 from nanovllm.kernels.linear.activate import activate
 from nanovllm.kernels.linear.tiles import Tiles
@@ -119,7 +120,7 @@ def _activate_kernel(x_ptr, out_ptr, N: tl.constexpr, ACT: tl.constexpr, BLOCK: 
     tl.store(out_ptr + row * N + n, y.to(out_ptr.dtype.element_ty), n < N)
 
 
-def _sorted_rows(x: torch.Tensor, rows: ExpertRows, top_k: int) -> torch.Tensor:
+def _sorted_rows(x: torch.Tensor, rows: ExpertRows | None, top_k: int) -> torch.Tensor:
     """Return a tensor [T * top_k, hidden]: the rows of x [T, hidden] in the order of `rows`. If T is 1, return x."""
     if len(x) == 1:
         return x
@@ -145,17 +146,21 @@ def _by_hopper_kernels(
     from nanovllm.moe.kernels.hopper_packed_experts import packed_rows  # needs Gluon of Triton 3.6
 
     (num_local, hidden, _), (num_tokens, top_k) = down.words.shape, routing.expert_ids.shape
-    tile_m = choose_tile_m(num_tokens * top_k, routing.num_experts)
-    rows = sort_by_expert(routing.expert_ids, first_expert, num_local, tile_m)
+    is_small, num_pairs = num_tokens <= SMALL_TILE_M, num_tokens * top_k
+    tile_m = SMALL_TILE_M if is_small else choose_tile_m(num_pairs, routing.num_experts)
+    rows = None if num_tokens == 1 else sort_by_expert(routing.expert_ids, first_expert, num_local, tile_m)
 
-    def multiply(rows_of_x: torch.Tensor, weight, bias: torch.Tensor | None, *sizes: int) -> torch.Tensor:
-        return packed_rows(rows_of_x, weight, bias, rows, routing, x.new_empty(sizes))
+    def multiply(rows_of_x: torch.Tensor, weight, bias: torch.Tensor | None, sizes, act=None) -> torch.Tensor:
+        return packed_rows(rows_of_x, weight, bias, rows, routing, first_expert, x.new_empty(sizes), act)
 
     # no names for the large results, so that each one's memory is free when the next kernel has read it
-    h = _activated(
-        multiply(_sorted_rows(x, rows, top_k), gate_up, biases[0], num_tokens * top_k, 2 * down.k), activation
-    )
-    return multiply(h, down, biases[1], top_k, num_tokens, hidden)
+    if is_small:
+        h = multiply(_sorted_rows(x, rows, top_k), gate_up, biases[0], (num_pairs, down.k), activation or SWIGLU)
+    else:
+        h = _activated(
+            multiply(_sorted_rows(x, rows, top_k), gate_up, biases[0], (num_pairs, 2 * down.k)), activation
+        )
+    return multiply(h, down, biases[1], (top_k, num_tokens, hidden))
 
 
 def _with_converted_weights(

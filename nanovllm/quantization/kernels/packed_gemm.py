@@ -12,8 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.activations import activation_of
 from nanovllm.kernels.e4m3 import decode_e4m3
-from nanovllm.kernels.hopper.hopper_tiles import packed_tile
+from nanovllm.kernels.hopper.hopper_tiles import SMALL_TILE_M, packed_tile
 from nanovllm.kernels.launch.dependent_launch import IS_TRITON_3_4, dependent_kernel, gdc_launch_and_wait, launch
 from nanovllm.kernels.launch.gpu_features import num_sms
 from nanovllm.kernels.linear.tiles import Tiles, as_loadable
@@ -271,6 +272,8 @@ def packed_linear(x, weight, bias=None, act=None, split_k=1, out=None):
     if (tile := packed_tile(x, weight, split_k)) is not None and tile.split_k == split_k:
         from nanovllm.quantization.kernels.hopper_packed_gemm import hopper_packed_gemm  # needs Gluon of Triton 3.6
 
+        if act is not None and tile.rows == SMALL_TILE_M:
+            return hopper_packed_gemm(x.contiguous(), weight, tile, None, bias, activation_of(act))[0]
         y = hopper_packed_gemm(x.contiguous(), weight, tile, out)
     elif 0 < len(x) <= MAX_PACKED_ROWS:
         y = packed_gemm(x.contiguous(), weight, split_k, out)
