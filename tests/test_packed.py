@@ -489,7 +489,7 @@ def test_packed_gemm_for_hopper(kind, num_rows, dtype):
 @pytest.mark.gpu
 @pytest.mark.skipif(not has_hopper_kernels(), reason="needs a Hopper GPU, and Triton 3.6")
 @pytest.mark.parametrize("activation", [SWIGLU, Activation(1.5, shift=1.0, limit=0.75)])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "group_ids" not in KINDS[kind][3]])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "zeros" not in KINDS[kind][3]])
 def test_packed_activation_for_hopper(kind, activation):
     """One kernel computes the matmul, the bias and the activation of few rows."""
     from nanovllm.quantization.kernels.hopper_packed_gemm import hopper_packed_gemm
@@ -549,9 +549,13 @@ def test_packed_experts_that_are_converted(fresh_memory_is_nan, monkeypatch, kin
     check_packed_experts(kind, 12, first_expert, 128, 128, torch.float16)
 
 
-def test_kernels_next_to_the_gemms_for_hopper(monkeypatch):
-    """These kernels run on any GPU. With plain GEMMs in place of the kernels for Hopper, the results are the same."""
-    stacks = [random_packed("int4", *shape, torch.float16, 5) for shape in ((192, 64), (64, 96))]
+@pytest.mark.parametrize("kind", ["int4", "64"])
+def test_kernels_next_to_the_gemms_for_hopper(monkeypatch, kind):
+    """These kernels run on any GPU. With plain GEMMs in place of the kernels for Hopper, the results are the same.
+
+    If there are zero points, the activation has a kernel of its own.
+    """
+    stacks = [random_packed(kind, *shape, torch.float16, 5) for shape in ((192, 64), (64, 96))]
     x, routing = randn(11, 64, dtype=torch.float16), route(randn(1, 11, 5), 2, True)
 
     def packed_rows(x, weight, bias, rows, routing, first_expert, out, activation=None):

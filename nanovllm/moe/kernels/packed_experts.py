@@ -154,12 +154,10 @@ def _by_hopper_kernels(
         return packed_rows(rows_of_x, weight, bias, rows, routing, first_expert, x.new_empty(sizes), act)
 
     # no names for the large results, so that each one's memory is free when the next kernel has read it
-    if is_small:
+    if is_small and gate_up.zeros is None:
         h = multiply(_sorted_rows(x, rows, top_k), gate_up, biases[0], (num_pairs, down.k), activation or SWIGLU)
     else:
-        h = _activated(
-            multiply(_sorted_rows(x, rows, top_k), gate_up, biases[0], (num_pairs, 2 * down.k)), activation
-        )
+        h = _activated(multiply(_sorted_rows(x, rows, top_k), gate_up, biases[0], (num_pairs, 2 * down.k)), activation)
     return multiply(h, down, biases[1], (top_k, num_tokens, hidden))
 
 

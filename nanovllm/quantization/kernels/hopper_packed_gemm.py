@@ -5,9 +5,11 @@ multiplies 64 rows of W by all tokens of a tile. The two warpgroups either multi
 same rows and process alternate blocks. If warpgroups share rows, more programs run, which keeps all multiprocessors
 busy even if there are few tokens.
 
-Weights are converted in registers, because the first operand of a warpgroup's matmuls is in registers. A warpgroup
-converts the second half of a block while the tensor cores multiply the first half. Each thread converts the codes that
-it has loaded.
+Weights are converted in registers, because the first operand of matmuls is in registers. Each thread converts the codes
+that it has loaded. `wgmma` multiplies many tokens, and a warpgroup converts the second half of a block while the tensor
+cores multiply the first half. For up to 8 tokens, `mma.sync` is faster, because `wgmma` takes as long for 8 tokens as
+for more. With few tokens, a program may also compute a gated activation: 32 rows of W are gates, and 32 rows are the
+factors of these gates. A thread then has the sums of a gate and of its factor.
 """
 
 from typing import NamedTuple
@@ -30,7 +32,7 @@ from nanovllm.kernels.hopper.hopper_ring import (
     sums_of,
     tiles_of,
 )
-from nanovllm.kernels.hopper.hopper_tiles import HopperTile
+from nanovllm.kernels.hopper.hopper_tiles import SMALL_TILE_M, HopperTile
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, launch
 from nanovllm.kernels.linear.activate import activate
 from nanovllm.quantization.kernels.packed_gemm import INPUTS, WORDS, assembly_of, packed_operands
@@ -41,7 +43,6 @@ WORDS_OF_BLOCK = gl.constexpr(WORDS.value)
 OUTPUTS = gl.constexpr(32)  # of a warpgroup that computes an activation; it multiplies as many gates as factors
 SYNC_SUMS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))  # of `mma.sync`
 SUMS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-MAX_SYNC_TOKENS = 8
 MAX_SCALED_TOKENS = 32  # up to this many, scaling the sums of a block takes less time than scaling its weights
 # If the bits of an e2m1 number are read as bfloat16 or float16, the number is smaller by the factor 2^126 or 2^14. The
 # scales are multiplied by a part of this factor, so that the dtype can represent the weights. The sums are multiplied
@@ -306,6 +307,7 @@ def allocate(words_tiles, x_tiles, PLAN: gl.constexpr):
     """Return rings of buffers with barriers, and shared memory for the sums of warpgroups that share rows."""
     STAGES: gl.constexpr = PLAN.stages
     gl.static_assert(STAGES % PLAN.k_groups == 0)  # see `multiply_blocks`
+    gl.static_assert(not (PLAN.is_gated and PLAN.has_zeros))  # zero points would be in the order of the sums
     ROW_GROUPS: gl.constexpr = PLAN.row_groups
     BURST: gl.constexpr = PLAN.burst
     NUM_WORDS: gl.constexpr = [STAGES * BURST * ROW_GROUPS, ROWS, WORDS_OF_BLOCK]
@@ -371,7 +373,7 @@ def plan_of(weight, dtype: torch.dtype, tile: HopperTile, activation: Activation
     registers = (tile.registers * 3 - LOADING_REGISTERS.value) // 2 // 8 * 8
     return pointers, Plan(
         *(shape, tile.rows, row_groups, 2 // row_groups, tile.burst, groups, weight.zeros is not None),
-        *(tile.rows <= MAX_SYNC_TOKENS, groups == 1 and tile.rows <= MAX_SCALED_TOKENS and not shape.is_e2m1),
+        *(tile.rows == SMALL_TILE_M, groups == 1 and tile.rows <= MAX_SCALED_TOKENS and not shape.is_e2m1),
         *(*exponents, tile.stages, registers, activation is not None, activation),
     )
 
@@ -382,7 +384,7 @@ def hopper_packed_gemm(
     """Compute `packed_gemm`, which returns [split_k, M, N]. The values of x [M, K] have 16 bits.
 
     The weight [N, K] has contiguous groups. The bias is added to the sums of each split. If an activation is given,
-    there are at most 8 rows of x and one split, and the result is [1, M, N / 2].
+    there are at most 8 rows of x, one split and no zero points, and the result is [1, M, N / 2].
     """
     m, n, tile_n, box = len(x), len(weight.words), tile.outputs, ROWS.value
     if activation is not None:

@@ -272,7 +272,7 @@ def packed_linear(x, weight, bias=None, act=None, split_k=1, out=None):
     if (tile := packed_tile(x, weight, split_k)) is not None and tile.split_k == split_k:
         from nanovllm.quantization.kernels.hopper_packed_gemm import hopper_packed_gemm  # needs Gluon of Triton 3.6
 
-        if act is not None and tile.rows == SMALL_TILE_M:
+        if act is not None and tile.rows == SMALL_TILE_M and weight.zeros is None:
             return hopper_packed_gemm(x.contiguous(), weight, tile, None, bias, activation_of(act))[0]
         y = hopper_packed_gemm(x.contiguous(), weight, tile, out)
     elif 0 < len(x) <= MAX_PACKED_ROWS:
