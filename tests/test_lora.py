@@ -1056,8 +1056,12 @@ def test_async_llm(make_llm, model, found):
         async with AsyncLLM(model, device="cpu", dtype="float32", **LORA) as llm:
             assert await asyncio.gather(*(answer(llm, x) for x in used)) == expected
             assert await asyncio.gather(*(answer(llm, x, cache_salt="s") for x in used)) == expected
-            with pytest.raises(FileNotFoundError, match="holds no adapter_config.json"):
-                await answer(llm, LoRARequest("x", 9, "/no/such/folder"))
+            wrong = LoRARequest("x", 9, "/no/such/folder")
+            for awaitable in answer(llm, wrong), llm.add_lora(wrong):
+                with pytest.raises(FileNotFoundError, match="holds no adapter_config.json"):
+                    await awaitable
+            await llm.add_lora(used[0])
+            assert await llm.remove_lora(used[0].lora_int_id) and not await llm.remove_lora(used[0].lora_int_id)
 
     asyncio.run(main())
 

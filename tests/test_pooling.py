@@ -429,6 +429,8 @@ def test_cut_documents(make_llm, tmp_path):
             assert n == 1 or short.prompt == prompt("Cats purr.")
     with pytest.raises(ValueError, match=r"truncate_prompt_tokens=40: the prompt needs more than \d+ tokens"):
         llm.score("cats", text, truncate_prompt_tokens=40)
+    with pytest.raises(ValueError, match=rf"max_model_len={MAX_LEN}: the prompt needs more than \d+ tokens"):
+        llm.score(text * 9, "cats", truncate_prompt_tokens=-1)
     for name, n in (("max_tokens_per_doc", 0), ("truncate_prompt_tokens", 401)):
         with pytest.raises(ValueError, match=f"{name}={n}: must be at "):
             llm.score("cats", text, **{name: n})

@@ -108,8 +108,9 @@ def pair_prompt(
             return prompt
         num_tokens = len(processor.encode(document, add_special_tokens=False, is_cut=True)) - excess
         if num_tokens < 1:
+            limit = "max_model_len" if truncate_prompt_tokens == -1 else "truncate_prompt_tokens"
             bound = f"more than {num_kept - num_tokens} tokens, of which the document has none"
-            raise ValueError(f"truncate_prompt_tokens={truncate_prompt_tokens}: the prompt needs {bound}")
+            raise ValueError(f"{limit}={num_kept}: the prompt needs {bound}")
         document = first_tokens(document, num_tokens, processor)
 
 

@@ -6,7 +6,7 @@ Any number of tasks can submit requests. The engine's thread runs the engine's s
 import asyncio
 import logging
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.collector import StepOutput
 from nanovllm.engine.engine import UnavailableError
@@ -18,6 +18,9 @@ from nanovllm.serve.engine_calls import EngineCalls, StepSizes
 from nanovllm.serve.engine_client import EngineClient, EngineDeadError, QueueFullError
 from nanovllm.serve.notifying_collector import NotifyingCollector
 from nanovllm.utils.checks import check_int
+
+if TYPE_CHECKING:
+    from nanovllm.lora.lora_request import LoRARequest
 
 __all__ = ["AsyncLLM", "EngineDeadError", "QueueFullError"]
 logger = logging.getLogger("nanovllm")
@@ -84,6 +87,12 @@ class AsyncLLM(EngineClient):
 
     async def is_sleeping(self) -> bool:
         return self.engine.is_sleeping()
+
+    async def add_lora(self, lora_request: "LoRARequest") -> None:
+        await asyncio.to_thread(self.engine.add_lora, lora_request)
+
+    async def remove_lora(self, lora_int_id: int) -> bool:
+        return self.engine.remove_lora(lora_int_id)
 
     def _take(self) -> None:
         self._told = None
