@@ -34,8 +34,8 @@ conversations: --num-seqs conversations of --turns turns each. All conversations
     follows the previous answer after a pause. Pauses are exponentially distributed with the mean --pause. Each prompt
     contains the whole conversation so far. The lengths of questions and answers are distributed as in the workload
     online. A conversation ends early if it reaches --max-model-len. The table shows the TTFT by turn. The lines above
-    the table show the hit rate of the prefix cache. With --swap-space, the lines also show which shares came from the
-    device, from host memory and from files.
+    the table show the hit rate of the prefix cache. With --swap-space, the lines also show the hit rates of the
+    device, of host memory and of files.
 latency: first, single requests run, with 16 to 32,000 input tokens and one output token. Each input length is measured
     --num-seqs times. Then a single sequence decodes after contexts of 100 to 30,000 tokens. Later, 8 sequences decode
     together after contexts of the same lengths. Each context length is measured three times. All lengths are bounded by

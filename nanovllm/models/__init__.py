@@ -235,7 +235,7 @@ def dtype_in_use(wanted: str | torch.dtype, stored: torch.dtype, device: str, fo
 
 
 def cpu_multiplies(dtype: torch.dtype) -> bool:
-    """Return whether PyTorch multiplies matrices of this 16-bit dtype with special instructions of the CPU.
+    """Return whether the CPU has special instructions, which PyTorch uses, for matmuls in this 16-bit dtype.
 
     If the dtype is emulated, matmuls take up to seven times as long as in float32.
     """

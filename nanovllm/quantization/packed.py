@@ -130,7 +130,7 @@ def _quantize(weight: torch.Tensor, group_size: int, dtype: torch.dtype) -> tupl
 
 
 class PackedWeight:
-    """Holds the parameters of a layer's 4-bit weight, and their loaders.
+    """Holds the parameters that store a layer's 4-bit weight, and loads them.
 
     `parameters` maps each tensor's name in the checkpoint to a parameter. The class ScaledWeight describes `select`.
     Raise ValueError if one group contains inputs of two ranks.

@@ -27,8 +27,8 @@ A frame is a JSON-serializable dict of differences from the previous frame. Empt
   The counts are: used rows of host memory, blocks copied to host memory, blocks copied back, files of blocks, and
   blocks read from files. The first and fourth counts are current, and the other counts are totals.
 - `ttft`: seconds to the first token, for each sequence whose first token this step sampled.
-- `pooled`: in an engine that returns vectors, the seconds to the vector, for each sequence whose vector this step
-  computed.
+- `pooled`: seconds until the vector was complete, for each sequence whose vector this step computed. Only engines that
+  return vectors have this entry.
 - `key`: facts about the engine. A frame with `key` does not depend on earlier frames.
 
 The name of a sequence is its request's id, such as "12", or "12.3" if the request has several answers. Neither text nor

@@ -99,8 +99,8 @@ def add_segment(done, segment):
 def store_attended(out_ptr, at, done, mask, sinks_ptr, head):
     """Divide the sums of weighted values by the sums of weights, and store the quotients.
 
-    If `sinks_ptr` is given, first add the sinks to the sums of weights. `head` contains the indices of the heads, which
-    select the sinks.
+    If `sinks_ptr` is given, first add the sinks to the sums of weights. `head` contains the indices of heads. Each
+    head has one sink.
     """
     if sinks_ptr is not None:
         sinks = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
