@@ -63,9 +63,9 @@ host: no model runs. A fake device returns random tokens immediately. One table 
 
 Runs. Each workload first runs once as a warm-up, with other token ids than the measured runs. The warm-ups of the
 workloads online and conversations have a quarter of the requests. In the workload latency, all decode runs with the
-same context length have the same token ids. After the warm-up, the workloads headline, single, prefill, batches, embed
-and images run --rounds times, each time with different token ids. The fastest run is reported. One run is not enough,
-because vLLM with FP8 compiles kernels whenever a step has a new number of tokens, even after the warm-up. With
+same context length have the same token ids. After the warm-up, each of these workloads runs --rounds times, each time
+with different token ids: headline, single, prefill, batches, embed, images. The fastest run is reported. One run is not
+enough, because vLLM with FP8 compiles kernels whenever a step has a new number of tokens, even after the warm-up. With
 --compare, each engine runs in a separate process. All settings of vLLM are its defaults, except for the model, the
 dtypes, --max-model-len, the number of GPUs, --swap-space and --speculative-config. If you set --max-num-seqs,
 --max-num-batched-tokens, --gpu-memory-utilization, --limit-mm-per-prompt or --mm-processor-kwargs, vLLM gets them too.

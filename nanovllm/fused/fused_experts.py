@@ -1,6 +1,6 @@
 """Fuses mixtures of experts with the norm before the router.
 
-The norm after the experts adds up the results of the ranks.
+The kernel of the next norm also adds up the results of the ranks.
 """
 
 from typing import Any

@@ -181,7 +181,7 @@ class Metrics:
 
 
 class AllFronts(MultiProcessCollector):
-    """Sums the metrics of all fronts. The sums keep the metrics' descriptions."""
+    """Adds up the metrics of all fronts, and keeps the help texts of the metrics."""
 
     def __init__(self, registry: CollectorRegistry):
         super().__init__(None)

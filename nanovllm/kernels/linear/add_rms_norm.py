@@ -77,9 +77,8 @@ def rms_norm(
     x, the residual and the result are [T, N] and contiguous. Without a residual, only x is normalized. If `split_k` >
     1, x is [split_k, T, N], and is summed over the first dimension.
 
-    `own_norm` is (weight [N], factor [1]). The weight and the factor may be None. If there is a weight, the norm of x
-    replaces x before the residual is added. If there is a factor, x or its norm is multiplied by the factor before the
-    residual is added.
+    `own_norm` is (weight [N], factor [1]). The weight and the factor may be None. Before the residual is added, x is
+    normalized if there is a weight, and then multiplied by the factor, if any.
     """
     out = torch.empty(x.shape[-2:], dtype=x.dtype, device=x.device)
     _store_norm(x, weight, eps, residual, split_k, x.shape[-1], (out, None), 0, own_norm)

@@ -77,7 +77,7 @@ def operands_of(x: torch.Tensor | QuantizedRows, weight: Weight) -> tuple[torch.
 
 
 def shape_of(values: torch.Tensor, scales: torch.Tensor | None) -> Shape:
-    """Return the shape of a matmul without split-K and with unquantized activations."""
+    """Return the Shape of a weight. Its matmul uses neither split-K nor quantized activations."""
     k = values.shape[-1]
     return Shape(k, k, k, *block_shape(values, scales))
 
