@@ -330,6 +330,33 @@ def test_text_before_a_call_is_a_thought(tokenizer):
     assert texts[0] == texts[1] and "<|channel|>analysis<|message|>Hm\n\nI add.<|end|>" in texts[0]
 
 
+def test_several_calls_and_instructions(tokenizer):
+    """The template reads one call of a message, the first instructions, and descriptions of tools."""
+    call = lambda name, number: {"id": f"call_{number}", "function": {"name": name, "arguments": "{}"}}
+    result = lambda number, text: {"role": "tool", "tool_call_id": f"call_{number}", "content": text}
+    messages = [
+        {"role": "system", "content": "One."},
+        {"role": "user", "content": "Hi"},
+        call_message(tool_calls=[call("add", 1), call("mul", 2)], reasoning="Hm"),
+        result(2, "of mul"),
+        result(1, "of add"),
+        {"role": "developer", "content": [{"type": "text", "text": "Two."}]},
+        call_message(tool_calls=[call("neg", 3)]),
+        result(3, "of neg"),
+    ]
+    text = render_chat(tokenizer, messages, {"reasoning_effort": "minimal"})
+    order = ["Reasoning: low", "One.\n\nTwo.<|end|>", ">Hm<", "to=functions.add", "functions.add to", "of add"]
+    order += ["to=functions.mul", "functions.mul to", "of mul", "to=functions.neg", "functions.neg to", "of neg"]
+    assert [text.count(part) for part in order] == [1] * len(order)
+    assert sorted(order, key=text.index) == order
+    loaded = load_tokenizer(TINY)
+    loaded.chat_template = TEMPLATE + "{% for tool in tools %}{{ '// ' + tool.function.description }}{% endfor %}"
+    tools = [{"type": "function", "function": {"name": "add", "description": None}}]
+    assert render_chat(loaded, messages[:2], {"tools": tools}).endswith("<|start|>assistant// ")
+    with pytest.raises(ValueError, match="reasoning_effort='none': must be one of 'low', 'medium', 'high'"):
+        render_chat(tokenizer, messages[:2], {"reasoning_effort": "none"})
+
+
 # -- engines and servers -----------------------------------------------------------------------------------------------
 
 # a model with a fixed order of tokens can't write a token twice, nor one of the bundled tokenizer, such as the role

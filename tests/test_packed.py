@@ -339,6 +339,26 @@ def test_groups_that_ranks_cannot_divide(monkeypatch, tmp_path):
         load_rank(folder, 1, 2)
 
 
+def test_groups_that_do_not_divide_inputs(monkeypatch, tmp_path):
+    """No number of ranks helps."""
+    folder, _ = write_checkpoint(make(monkeypatch, tmp_path, "Llama", intermediate_size=96), tmp_path, "awq")
+    edit(folder, intermediate_size=72)
+    with pytest.raises(ValueError, match="down_proj: its 72 inputs are divided into groups of 32: must be a multiple"):
+        load_rank(folder, 0, 1)
+
+
+def test_groups_by_name(monkeypatch, tmp_path):
+    """A pattern for names has precedence over the pattern "Linear", in any order."""
+    group, other = (compressed("pack-quantized", "group", n)["config_groups"]["group_0"] for n in (32, 64))
+    other = other | {"targets": ["re:.*down_proj$"]}
+    for groups in {"a": group, "b": other}, {"a": other, "b": group}:
+        config = find_quantization(INT4 | {"config_groups": groups}, Path("config.json"), None)
+        sizes = [
+            config.scheme_of(f"model.layers.0.{name}").group_size for name in ("mlp.down_proj", "self_attn.o_proj")
+        ]
+        assert sizes == [64, 32]
+
+
 def load_rank(folder: str, rank: int, size: int, quantization: str | None = None):
     model = make_model(ModelConfig.read(Path(folder), quantization), 64, TensorParallel(rank, size))
     load_model(model, Path(folder), torch.device("cpu"))
@@ -403,9 +423,11 @@ def test_dummy_weights(monkeypatch, make_llm, tmp_path, family, format_name):
 
 
 def test_new_weights(monkeypatch, make_llm, tmp_path):
-    """A 4-bit checkpoint takes none; quantizing while loading is tested in test_rollout.py."""
+    """A 4-bit checkpoint takes none, so they stay; quantizing while loading is tested in test_rollout.py."""
     folder, plain = write_checkpoint(make(monkeypatch, tmp_path, "Llama"), tmp_path, "awq")
-    llm = make_llm(folder, **SMALL)
+    llm = make_llm(folder, enable_sleep_mode=True, **SMALL)
+    with pytest.raises(ValueError, match="level=2: must be 1, because load_weights can't load the format 'awq' again"):
+        llm.sleep(level=2)
     with pytest.raises(
         ValueError, match="load_weights: the weights of a checkpoint in the format 'awq' can't be replaced"
     ):
@@ -682,7 +704,13 @@ W4A8["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": 
             gptq(32, checkpoint_format="gptq_v2", format="gptq"),
             "format='gptq': contradicts checkpoint_format='gptq_v2'",
         ),
-        (gptq(32, dynamic={"+:.*down.*": {"bits": 8}}), r"dynamic: '\+:.*down.*': only rules that begin with '-:'"),
+        (gptq(32, dynamic={"+:.*down.*": {"bits": 8}}), r"dynamic: '\+:.*down.*': {'bits': 8}: gives modules"),
+        (gptq(32, dynamic=["-:.*"]), r"dynamic=\['-:.*'\]: must be an object"),
+        (gptq(32, dynamic={"-:*(": {}}), r"dynamic: 're:\*\(': must be a regular expression after 're:' \(nothing to"),
+        (gptq(32, modules_to_not_convert="lm_head"), "modules_to_not_convert='lm_head': must be a list of names"),
+        (INT4 | {"ignore": [3]}, r"ignore=\[3\]: must be a list of names"),
+        (INT4 | {"config_groups": {"g": {"targets": "Linear", "weights": {}}}}, "g: targets='Linear': must be a list"),
+        (INT4 | {"config_groups": {"g": {"targets": ["Linear"], "weights": "W8"}}}, "g: weights='W8': must be an obj"),
         ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "version='gemv'"),
         ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": False}, "zero_point=False"),
         (
@@ -718,7 +746,11 @@ ENTRIES = {
             "pack_dtype": ("int32", ["int8", "int16", "torch.int64"], []),
             "adapter": (None, [{"name": "lora", "rank": 64}], []),
             "rotation": (None, ["hadamard"], []),
-            "dynamic": ({}, [{"+:.*": {"bits": 8}}, {".*": {"bits": 8}}], [{"-:.*q_proj": {}}]),
+            "dynamic": (
+                {"lm_head": {}, "+:.*": {}},
+                [{"+:.*": {"bits": 8}}, {".*": {"bits": 8}}],
+                [{"-:.*q_proj": {}}],
+            ),
             "modules_in_block_to_quantize": (None, [], [[["mlp.up_proj"]]]),
             "modules_to_not_convert": (None, [], [["x"]]),
             "meta": ({"quantizer": ["gptqmodel:5.7.0"], "act_group_aware": True}, [], []),
@@ -756,8 +788,8 @@ ENTRIES = {
         INT4,
         {
             "format": ("pack-quantized", ["dense", "mixed-precision", "int-quantized", "marlin-24"], []),
-            "quantization_status": ("compressed", ["frozen"], []),
-            "kv_cache_scheme": (None, [{"num_bits": 8}], []),
+            "quantization_status": ("frozen", ["initialized"], []),
+            "kv_cache_scheme": ({"num_bits": 8}, [], []),
             "ignore": (["lm_head"], [], [["x"]]),
             "transform_config": ({"config_groups": {}}, [HADAMARD], []),
             "sparsity_config": ({"format": "dense", "global_sparsity": 0.1}, [{"format": "sparse-24-bitmask"}], []),
@@ -872,6 +904,15 @@ def test_entries(kind, path):
             "dtype float32, packed 4-bit values must be integers",
         ),
         (lambda t, n: {n + ".scales": t[n + ".scales"] * torch.nan}, "NaN or infinite .*o_proj.scales$"),
+        (lambda t, n: {n + ".scales": t[n + ".scales"].int()}, "scales: the checkpoint has dtype int32, scales must"),
+        (
+            lambda t, n: {"model.norm.weight": t["model.norm.weight"].int()},
+            "norm.weight: the checkpoint has dtype int32",
+        ),
+        (
+            lambda t, n: {"lm_head.qweight": t[n + ".qweight"].clone()},
+            "1 tensors belong to a quantized output head, .*qweight",
+        ),
         (lambda t, n: {n + ".g_idx": t[n + ".g_idx"].flip(0)}, "groups are not contiguous, although"),
         (lambda t, n: {n + ".bias": torch.eye(64)[63]}, "o_proj.bias: is not zero, and the model has no such"),
         (lambda t, n: {n + ".qzeros": t[n + ".qzeros"][:1].clone()}, r"qzeros: .*shape \[64, 1\].*needs \[64, 4\]"),

@@ -549,7 +549,6 @@ CT = compressed_tensors("channel")
         (BLOCK | {"weight_block_size": [128]}, r"weight_block_size=\[128\]: must be two positive"),
         (BLOCK | {"activation_scheme": "none"}, "activation_scheme='none'"),
         (CT | {"format": "int-quantized"}, "format='int-quantized'"),
-        (CT | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         (CT | {"config_groups": {}}, "has no config_groups"),
         (compressed_tensors("group"), "strategy='group': must be one of 'tensor', 'channel', 'block'"),
     ],

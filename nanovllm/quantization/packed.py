@@ -150,14 +150,14 @@ class PackedWeight:
         self.num_groups, self.first_group = k // size, first // size if scheme.group_size else 0
         if "group_ids" in fields:  # an input may be in any group, so every rank needs the scales of all groups
             self.num_groups, self.first_group = whole_k // size, 0
-        elif (first % size and scheme.group_size) or k % size:
-            raise ValueError(
-                f"this rank has inputs {first} to {first + k - 1} of {whole_k}, which can't be divided into groups of "
-                f"{size}: {self.advice}"
-            )
         if whole_k % size or (size % 16 and self.num_groups > 1):
             raise ValueError(
                 f"its {whole_k} inputs are divided into groups of {size}: must be a multiple of 16, and a divisor"
+            )
+        if "group_ids" not in fields and ((first % size and scheme.group_size) or k % size):
+            raise ValueError(
+                f"this rank has inputs {first} to {first + k - 1} of {whole_k}, which can't be divided into groups of "
+                f"{size}: {self.advice}"
             )
 
         def make(field: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> torch.Tensor | None:
@@ -216,6 +216,8 @@ class PackedWeight:
         shapes = {"words": (n, k), "row_scales": (1,), "group_ids": (k,), "contiguous": (k,)}
         shape = shapes.get(field, (n, k // (self.scheme.group_size or k)))
         data = self._random(field, weight, shape) if callable(weight) else read(weight[...].to(self.packed.device))
+        if field in ("scales", "row_scales") and not data.is_floating_point():
+            raise ValueError(f"the checkpoint has dtype {str(data.dtype)[6:]}, scales must be floating-point numbers")
         data = check_shape(data.reshape(-1) if field == "row_scales" else data, shape)
         if field in ("contiguous", "group_ids"):
             return self._load_groups(target, index, data[self.columns])

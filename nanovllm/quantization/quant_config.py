@@ -34,13 +34,13 @@ Scheme = QuantScheme | PackedScheme  # all layers of a model have the same kind
 class QuantConfig:
     """Says how each linear layer of a model is quantized.
 
-    groups: pairs (name patterns, quantization scheme). A layer gets the scheme of the first pair that has a matching
-        pattern.
+    groups: pairs (name patterns, quantization scheme). A layer gets the scheme of the first pair with a pattern that
+        matches the layer's name. If there is no such pair, the layer gets the scheme of the first pair with "Linear".
     ignore: name patterns of layers that are not quantized.
 
-    A pattern can be the name of a module in the checkpoint, the end of this name, or the name of a parent module. The
-    pattern "Linear" matches all layers. If a pattern begins with "re:", the rest is a regular expression, which must
-    match the beginning of the name. Embeddings, the output head and routers are never quantized.
+    A pattern can be the name of a module in the checkpoint, the end of this name, or the name of a parent module. If a
+    pattern begins with "re:", the rest is a regular expression, which must match the beginning of the name. Embeddings,
+    the output head and routers are never quantized.
     """
 
     name: str  # the format's name in the setting `quantization`
@@ -89,8 +89,9 @@ class QuantConfig:
         names = nested_names(module)
         if any(_matches(pattern, name) for pattern in self.ignore for name in names):
             return None
-        found = (s for targets, s in self.groups if any(_matches(p, name) for p in targets for name in names))
-        return next(found, None)
+        by_name = (s for targets, s in self.groups if any(_matches(p, n) for p in targets if p != ALL for n in names))
+        by_class = (s for targets, s in self.groups if ALL in targets)
+        return next(by_name, None) or next(by_class, None)
 
     def prepare(self, model: nn.Module, device: torch.device) -> None:
         """Set the formats of linear layers and mixtures of experts in `model`.
@@ -168,7 +169,22 @@ def check_unread(where: str, raw: dict, neutral: Mapping[str, Collection]) -> No
             raise ValueError(f"{where}: {name}={value!r:.80}: is not supported")
 
 
+def read_patterns(where: str, names: Any) -> tuple[str, ...]:
+    """Return the names in a list of config.json, which may be missing.
+
+    Raises ValueError if an element is not a text, or not a valid regular expression.
+    """
+    if not isinstance(names, list | tuple | None) or not all(isinstance(name, str) for name in names or ()):
+        raise ValueError(f"{where}={names!r:.80}: must be a list of names")
+    for name in names or ():
+        try:
+            re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
+        except re.error as error:
+            raise ValueError(f"{where}: {name!r:.80}: must be a regular expression after 're:' ({error})") from None
+    return tuple(names or ())
+
+
 def _matches(pattern: str, module: str) -> bool:
     if pattern.startswith("re:"):
         return re.match(pattern[3:], module) is not None
-    return pattern == ALL or f".{module}".endswith(f".{pattern}") or module.startswith(f"{pattern}.")
+    return f".{module}".endswith(f".{pattern}") or module.startswith(f"{pattern}.")

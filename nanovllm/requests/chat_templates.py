@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, TemplateError, nodes
@@ -15,8 +16,12 @@ from jinja2 import Environment, TemplateError, nodes
 from nanovllm.reasoning.formats import HARMONY
 from nanovllm.requests.content_parts import IMAGE_PART, problem_with
 from nanovllm.requests.request import Message
+from nanovllm.utils.checks import check_choice
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})  # a template may name more
+INSTRUCTIONS = "system", "developer"
+EFFORTS = "low", "medium", "high"  # of reasoning, with which gpt-oss was trained
+NEAREST_EFFORT = {"minimal": "low", "xhigh": "high", "max": "high"}  # for other names in OpenAI's API
 OTHER_ROLES = {"developer": "system", "function": "tool"}  # OpenAI's newer and older names
 REASONING = "reasoning_content", "reasoning", "thinking"  # names of a message's entry for reasoning
 PART_FILTERS = {"map", "select", "selectattr", "reject", "rejectattr"}  # filters that iterate over items
@@ -35,8 +40,8 @@ class TemplateForms(NamedTuple):
         object.
     roles: the names that the template compares with the role of a message.
     reasoning: the names of message entries from which the template reads the reasoning.
-    is_harmony: whether the template refuses a message that has reasoning, content and tool calls. If True, the content
-        of a message with reasoning and tool calls becomes reasoning.
+    is_harmony: whether the template is that of gpt-oss. It refuses a message that has reasoning, content and tool
+        calls, so the content of such a message becomes reasoning. `harmony_messages` describes what else it needs.
     """
 
     content_parts: bool = False
@@ -45,6 +50,22 @@ class TemplateForms(NamedTuple):
     roles: frozenset[str] = frozenset()
     reasoning: frozenset[str] = frozenset()
     is_harmony: bool = False
+
+    def messages(self, messages: list[Message]) -> list[Message]:
+        """Convert messages to the forms that the template reads. Raises ValueError if a part is not text."""
+        converted = [self.message(message) for message in messages]
+        return harmony_messages(converted) if self.is_harmony else converted
+
+    def arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Convert the template's arguments. Raises ValueError if `reasoning_effort` has a wrong value."""
+        if not self.is_harmony:
+            return dict(arguments)
+        changed = dict(arguments)
+        effort = changed.pop("reasoning_effort", None)
+        if effort is not None:
+            changed["reasoning_effort"] = effort = NEAREST_EFFORT.get(effort, effort)
+            check_choice("reasoning_effort", effort, EFFORTS)
+        return changed | {"tools": [_with_description(tool) for tool in changed.get("tools") or ()] or None}
 
     def message(self, message: Message) -> Message:
         """Convert a message to the forms that the template reads. Raises ValueError if a part is not text.
@@ -106,6 +127,41 @@ class TemplateForms(NamedTuple):
         else:
             return call
         return {**call, "function": {**function, "arguments": arguments}}
+
+
+def harmony_messages(messages: list[Message]) -> list[Message]:
+    """Make a conversation that the chat template of gpt-oss reads completely.
+
+    The template reads instructions only from the first message, so all instructions are joined there. It reads only the
+    first tool call of a message, and treats each result as that of the last call. A message with several calls
+    therefore becomes several messages, each with the results of its call.
+    """
+    instructions = [message for message in messages if message["role"] in INSTRUCTIONS]
+    if instructions and all(isinstance(message.get("content"), str) for message in instructions):
+        first = instructions[0] | {"content": "\n\n".join(message["content"] for message in instructions)}
+        messages = [first, *(message for message in messages if message["role"] not in INSTRUCTIONS)]
+    made: list[Message] = []
+    for i, message in enumerate(messages):
+        calls = message.get("tool_calls")
+        if not isinstance(calls, list) or len(calls) < 2 or not all(isinstance(call, Mapping) for call in calls):
+            made.append(message)
+            continue
+        results = [*takewhile(lambda later: later["role"] == "tool", messages[i + 1 :])]
+        numbers = {call.get("id"): number for number, call in enumerate(calls)}
+        owners = [numbers.get(x.get("tool_call_id"), min(n, len(calls) - 1)) for n, x in enumerate(results)]
+        for number, call in enumerate(calls):
+            rest = message if number == 0 else {"role": message["role"]}
+            made += [rest | {"tool_calls": [call]}, *(x for x, owner in zip(results, owners) if owner == number)]
+        return made + harmony_messages(messages[i + 1 + len(results) :])
+    return made
+
+
+def _with_description(tool: Any) -> Any:
+    """Return a tool with a description, which may be empty, because the template of gpt-oss needs one."""
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or function.get("description") is not None:
+        return tool
+    return {**tool, "function": {**function, "description": ""}}
 
 
 def _text_part(part: Any) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def render_chat(tokenizer, messages: list[Message], template_arguments: Mapping)
         raise _template_fails(messages, error) from error
     if arguments.get("chat_template") is None:  # the caller's own template may take any role
         forms.check_roles(messages)
-    converted = [forms.message(message) for message in messages]
+    converted, arguments = forms.messages(messages), forms.arguments(arguments)
     try:
         return tokenizer.apply_chat_template(converted, **arguments)
     except Exception as error:  # a template may raise anything

@@ -34,7 +34,8 @@ def sleep(llm: "LLMEngine", level: int = 1, keep_prefix_cache: bool = False) -> 
     again, unless the weights were replaced.
 
     Returns the number of bytes that were freed on each GPU, or on the CPU. Raises ValueError if `level` is not 1 or 2,
-    or if the engine was started without `enable_sleep_mode=True`. Raises ValueError if `keep_prefix_cache` is combined
+    if the engine was started without `enable_sleep_mode=True`, or if `level` is 2 and a 4-bit checkpoint was loaded,
+    because `load_weights` can't load such weights. Raises ValueError if `keep_prefix_cache` is combined
     with level 2, or with an engine without `swap_space`. Raises UnavailableError if weights are being replaced, if host
     memory is too small, or if the engine has requests and is not paused. If an error is raised, the engine does not
     change.
@@ -46,6 +47,9 @@ def sleep(llm: "LLMEngine", level: int = 1, keep_prefix_cache: bool = False) -> 
         raise ValueError("keep_prefix_cache=True: must be False with level=2, because new weights need a new cache")
     if keep_prefix_cache and not llm.core.scheduler.block_manager.tiers():
         raise ValueError("keep_prefix_cache=True: needs swap_space, because sleep frees the device's cache")
+
+    if level == 2 and (formats := llm.config.model_config.quantization) and not formats.quantizes:
+        raise ValueError(f"level=2: must be 1, because load_weights can't load the format {formats.name!r} again")
 
     def work() -> int:
         core = llm.core

@@ -112,6 +112,10 @@ class Shard(NamedTuple):
         """
         weight = check_shape(weight, self.shape[: target.dim()])
         weight = weight[self.rows, self.columns] if target.dim() == 2 else weight[self.rows]
+        if weight.dtype != target.dtype and (weight.element_size() == 1 or not weight.is_floating_point()):
+            raise ValueError(
+                f"the checkpoint has dtype {str(weight.dtype)[6:]}, the model needs {str(target.dtype)[6:]}"
+            )
         return target.narrow(0, self.first_row, len(weight)).copy_(weight)
 
 

@@ -19,6 +19,9 @@ def cache_too_small(config: "Config", block_bytes: int, state_bytes: int, availa
 
 def other_tensors(folder: Path, stored: Set[str], wanted: Set[str]) -> ValueError:
     """Return the error for a checkpoint whose tensors are not those that the model needs."""
+    heads = {name for name in stored - wanted if name.startswith("lm_head.") and not name.endswith(".bias")}
+    if heads and wanted - stored <= {"lm_head.weight"}:
+        return bad_tensors(folder, heads, "belong to a quantized output head, which is not supported")
     if missing := wanted - stored:
         return bad_tensors(folder, missing, "are missing")
     return bad_tensors(folder, stored - wanted, "belong to no parameter")

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from nanovllm.quantization.packed import PackedScheme, nibbles
-from nanovllm.quantization.quant_config import ALL, QuantConfig, check_unread
+from nanovllm.quantization.quant_config import ALL, QuantConfig, check_unread, read_patterns
 from nanovllm.utils.checks import check_choice
 
 GROUP_SIZES = 32, 64, 128, -1
@@ -34,7 +34,8 @@ def read_config(raw: dict, file: Path) -> QuantConfig:
     )
     scheme = PackedScheme("int4", None if group == -1 else group, tensors)
     # each entry skips every module whose name contains the entry
-    ignore = tuple(f"re:.*{re.escape(name)}" for name in raw.get("modules_to_not_convert") or ())
+    names = read_patterns(f"{where}: modules_to_not_convert", raw.get("modules_to_not_convert"))
+    ignore = tuple(f"re:.*{re.escape(name)}" for name in names)
     return QuantConfig("awq", (((ALL,), scheme),), ignore, ("I32",))
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from nanovllm.quantization.formats.awq import GROUP_SIZES
-from nanovllm.quantization.formats.fp8 import check_block, e4m3_scheme
-from nanovllm.quantization.formats.modelopt import E4M3, UNUSED
+from nanovllm.quantization.formats.fp8 import UNUSED, check_block, e4m3_scheme
+from nanovllm.quantization.formats.modelopt import E4M3
 from nanovllm.quantization.formats.mxfp4 import E8M0, e8m0
 from nanovllm.quantization.packed import PackedScheme, nibbles
-from nanovllm.quantization.quant_config import QuantConfig, check_unread
+from nanovllm.quantization.quant_config import QuantConfig, check_unread, read_patterns
 from nanovllm.quantization.scaled import QuantScheme
 from nanovllm.utils.checks import check_choice
 
@@ -31,9 +31,9 @@ def read_config(raw: dict, file: Path) -> QuantConfig:
     same = [name for name in FORMATS if FORMATS[name] == form]  # names of the same format
     check_unread(where, raw, {"transform_config": ({"config_groups": {}},)})
     check_unread(f"{where}: sparsity_config", raw.get("sparsity_config") or {}, {"format": ("dense",)})
-    check_choice(f"{where}: quantization_status", raw.get("quantization_status", "compressed"), ("compressed",))
-    if raw.get("kv_cache_scheme") is not None:
-        raise ValueError(f"{where}: kv_cache_scheme is not supported")
+    check_choice(
+        f"{where}: quantization_status", raw.get("quantization_status", "compressed"), ("compressed", "frozen")
+    )
     groups = raw.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise ValueError(f"{where}: has no config_groups")
@@ -42,15 +42,19 @@ def read_config(raw: dict, file: Path) -> QuantConfig:
         if not isinstance(group, dict):  # the schema also allows a list of targets, of a scheme with this name
             raise ValueError(f"{where}: config_groups: {name}={group!r:.80}: must be an object")
         place, weights = f"{where}: {name}", group.get("weights") or {}
+        if not isinstance(weights, dict):
+            raise ValueError(f"{place}: weights={weights!r:.80}: must be an object")
         check_choice(f"{place}: weights: dynamic", weights.get("dynamic", False), (False,))
         check_unread(place, group, {"output_activations": (), "format": same})
         if activations := group.get("input_activations"):
             # the format may quantize activations to 4 bits, but here they stay in 16 bits
             bits = 8 if dtypes == FP8_DTYPES else 4
             check_choice(f"{place}: input_activations: num_bits", activations.get("num_bits", 8), (bits,))
-        schemes.append((tuple(group.get("targets") or ()), read(weights, f"{place}: weights")))
-    unused = (*UNUSED, ".weight_shape", ".activation_scale")
-    return QuantConfig("compressed-tensors", tuple(schemes), tuple(raw.get("ignore") or ()), dtypes, unused)
+        targets = read_patterns(f"{place}: targets", group.get("targets"))
+        schemes.append((targets, read(weights, f"{place}: weights")))
+    unused = (*UNUSED, ".weight_shape")
+    ignore = read_patterns(f"{where}: ignore", raw.get("ignore"))
+    return QuantConfig("compressed-tensors", tuple(schemes), ignore, dtypes, unused)
 
 
 def _read_fp8(weights: dict, where: str) -> QuantScheme:

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
-from nanovllm.quantization.quant_config import ALL, QuantConfig, check_unread
+from nanovllm.quantization.quant_config import ALL, QuantConfig, check_unread, read_patterns
 from nanovllm.quantization.scaled import QuantScheme
 from nanovllm.utils.checks import check_choice
 
 MAX_E4M3 = 448.0
+# fixed scales of activations and of the KV cache, both of which stay unquantized
+UNUSED = ".input_scale", ".activation_scale", ".input_global_scale", ".k_scale", ".v_scale"
 
 
 def e4m3_scheme(rows: int | None, columns: int | None, scale_name: str | None = None) -> QuantScheme:
@@ -45,5 +47,6 @@ def read_config(raw: dict, file: Path) -> QuantConfig:
         scheme = e4m3_scheme(None, None, "weight_scale")
     else:
         scheme = e4m3_scheme(*check_block(f"{where}: weight_block_size", block), "weight_scale_inv")
-    ignore = raw.get("modules_to_not_convert") or raw.get("ignored_layers") or ()
-    return QuantConfig("fp8", (((ALL,), scheme),), tuple(ignore), ("F8_E4M3",))
+    name = "modules_to_not_convert" if raw.get("modules_to_not_convert") else "ignored_layers"
+    ignore = read_patterns(f"{where}: {name}", raw.get(name))
+    return QuantConfig("fp8", (((ALL,), scheme),), ignore, ("F8_E4M3",), UNUSED)

@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.quantization.formats.awq import GROUP_SIZES, UNREAD
 from nanovllm.quantization.packed import PackedScheme, nibbles
-from nanovllm.quantization.quant_config import ALL, QuantConfig, check_unread
+from nanovllm.quantization.quant_config import ALL, QuantConfig, check_unread, read_patterns
 from nanovllm.utils.checks import check_choice
 
 
@@ -38,9 +38,14 @@ def read_config(raw: dict, file: Path) -> QuantConfig:
     scheme = PackedScheme("int4", None if group == -1 else group, tensors)
     # rules of GPTQModel for modules: "-:" and a regular expression skips modules, "+:" quantizes them in another way
     rules = raw.get("dynamic") or {}
-    if other := [rule for rule in rules if not rule.startswith("-:")]:
-        raise ValueError(f"{where}: dynamic: {other[0]!r}: only rules that begin with '-:' are supported")
-    ignore = tuple(f"re:{rule[2:]}" for rule in rules) + tuple(raw.get("modules_to_not_convert") or ())
+    if not isinstance(rules, dict):
+        raise ValueError(f"{where}: dynamic={rules!r:.80}: must be an object")
+    if other := [rule for rule, settings in rules.items() if settings and not rule.startswith("-:")]:
+        problem = "gives modules another format, which is not supported"
+        raise ValueError(f"{where}: dynamic: {other[0]!r}: {rules[other[0]]!r:.80}: {problem}")
+    skipped = [f"re:{rule[2:]}" for rule in rules if rule.startswith("-:")]
+    ignore = read_patterns(f"{where}: dynamic", skipped)
+    ignore += read_patterns(f"{where}: modules_to_not_convert", raw.get("modules_to_not_convert"))
     blocks = raw.get("modules_in_block_to_quantize") or ()
     targets = tuple(name for block in blocks for name in ([block] if isinstance(block, str) else block)) or (ALL,)
     # AutoGPTQ stored a bias of 0 for each layer without a bias, and group ids as int64

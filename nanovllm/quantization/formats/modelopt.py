@@ -9,13 +9,11 @@ from pathlib import Path
 
 import torch
 
-from nanovllm.quantization.formats.fp8 import e4m3_scheme
+from nanovllm.quantization.formats.fp8 import UNUSED, e4m3_scheme
 from nanovllm.quantization.packed import PackedScheme, nibbles
-from nanovllm.quantization.quant_config import ALL, QuantConfig, check_unread
+from nanovllm.quantization.quant_config import ALL, QuantConfig, check_unread, read_patterns
 from nanovllm.utils.checks import check_choice, read_json
 
-# fixed scales of activations and of the KV cache, both of which stay unquantized
-UNUSED = ".input_scale", ".input_global_scale", ".k_scale", ".v_scale"
 E4M3 = torch.float8_e4m3fn
 # of other algorithms: tensors that change the inputs of a layer or add to its outputs, and layers of several formats
 UNREAD = {"has_zero_point": (), "pre_quant_scale": (), "lora_rank": (), "quantized_layers": ()}
@@ -47,7 +45,8 @@ def _read(raw: dict, where: str) -> QuantConfig:
         check_choice(f"{place}: weights: group_size", weights.get("group_size"), sizes)
         activations = group.get("input_activations") or {}
         check_choice(f"{place}: input_activations: num_bits", activations.get("num_bits", bits), (bits,))
-    names = raw.get("ignore") or raw.get("exclude_modules") or ()  # with wildcards as in file names
+    name = "ignore" if raw.get("ignore") else "exclude_modules"
+    names = read_patterns(f"{where}: {name}", raw.get(name))  # with wildcards as in file names
     ignore = tuple(f"re:{fnmatch.translate(name)}" if "*" in name else name for name in names)
     if algorithm == "FP8":
         scheme = e4m3_scheme(None, None, "weight_scale")

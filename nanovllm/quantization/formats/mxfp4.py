@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from nanovllm.quantization.packed import PackedScheme, nibbles
-from nanovllm.quantization.quant_config import QuantConfig
+from nanovllm.quantization.quant_config import QuantConfig, read_patterns
 
 E8M0 = torch.float8_e8m0fnu
 EXPERTS = r"re:.*\.experts\."
@@ -18,7 +18,8 @@ EXPERTS = r"re:.*\.experts\."
 def read_config(raw: dict, file: Path) -> QuantConfig:
     tensors = ("blocks", "words", codes_of_blocks), ("scales", "scales", e8m0)
     scheme = PackedScheme("e2m1", 32, tensors, E8M0)
-    names = raw.get("modules_to_not_convert") or ()  # with "*" for any text
+    where = f"{file}: quantization_config: modules_to_not_convert"
+    names = read_patterns(where, raw.get("modules_to_not_convert"))  # with "*" for any text
     ignore = tuple("re:" + re.escape(name).replace(r"\*", ".*") for name in names)
     return QuantConfig("mxfp4", (((EXPERTS,), scheme),), ignore, ("U8",))
 
@@ -29,4 +30,6 @@ def codes_of_blocks(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def e8m0(exponents: torch.Tensor) -> torch.Tensor:
+    if exponents.element_size() > 1:
+        raise ValueError(f"the checkpoint has dtype {str(exponents.dtype)[6:]}, scales must be exponents of 8 bits")
     return exponents.view(E8M0)
