@@ -572,6 +572,8 @@ def test_older_forms_of_windows(tmp_path):
         ("gemma3", {"layer_types": ["chunked_attention"] * 2}, "layer_types: a layer='chunked_attention'"),
         ("olmo3", {"layer_types": ["full_attention"]}, "layer_types: lists 1 layers, not 2"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers: lists 1 layers, not 2"),
+        ("gemma3", {"rope_parameters": {"full_attention": [1]}}, "rope_parameters: full_attention=.1.: must be an obj"),
+        ("gemma3", {"rope_parameters": {"sliding_attention": "x"}}, "rope_parameters: sliding_attention='x': must be"),
         ("granite", {"logits_scaling": 0}, "logits_scaling=0"),
         ("phi3", {"sliding_window": 0}, "sliding_window=0: must be at least 1"),
         ("ministral3", {"sliding_window": 16}, "sliding_window=16: must be"),
@@ -782,6 +784,66 @@ def test_one_rope_for_all_layers(tmp_path):
     assert config.details.rope == (config.rope_inv_freq, 1.0) and config.rope_inv_freq[1] == pytest.approx(
         5000.0 ** (-1 / 8)
     )
+
+
+@needs_new_families
+def test_rope_of_gemma_2(tmp_path):
+    """One rotary embedding, which may be scaled, serves all layers."""
+    edit(make_checkpoint(tmp_path, "gemma2"), rope_parameters=LINEAR | {"rope_theta": 5000.0})
+    config = ModelConfig.read(tmp_path)
+    assert config.details.rope == (config.rope_inv_freq, 1.0) and config.rope_inv_freq[0] == pytest.approx(1 / 3)
+
+
+@needs_new_families
+def test_entries_of_a_text_model(tmp_path):
+    """`text_config` describes the text model, even if the whole model has entries with the same names."""
+    make_checkpoint(tmp_path, "gemma3")
+    text = json.loads((tmp_path / "config.json").read_text()) | {"eos_token_id": [5, 6]}
+    raw = {"model_type": "gemma3", "text_config": text, "eos_token_id": None, "dtype": None}
+    expected = ModelConfig.read(tmp_path, raw=raw)
+    assert expected.eos_token_ids == {5, 6}
+    for entries in (
+        {"sliding_window": 5, "rms_norm_eps": 0.01},
+        {"rope_parameters": None, "final_logit_softcapping": 3.0},
+    ):
+        assert ModelConfig.read(tmp_path, raw=raw | entries) == expected
+    assert ModelConfig.read(tmp_path, raw=raw | {"eos_token_id": 7}).eos_token_ids == {7}
+
+
+@needs_new_families
+def test_rope_that_is_null(tmp_path):
+    """It is that of a checkpoint without the entry."""
+    folder = make_checkpoint(tmp_path, "ministral3")
+    edit(folder, ("rope_parameters",))
+    absent = ModelConfig.read(tmp_path)
+    edit(folder, rope_parameters=None)
+    assert ModelConfig.read(tmp_path) == absent
+    edit(folder, rope_parameters={"rope_type": "default"})
+    assert ModelConfig.read(tmp_path) != absent
+
+
+@needs_new_families
+def test_old_names_of_longrope(tmp_path, monkeypatch):
+    rope = {"rope_type": "longrope", "short_factor": [1.0, 1.5] * 4, "long_factor": [2.0, 3.0] * 4}
+    monkeypatch.setitem(CASES, "phi3", ("Phi3", 4, 2, 16, rope, {"original_max_position_embeddings": 64}))
+    folder = make_checkpoint(tmp_path, "phi3")
+    expected, raw = ModelConfig.read(tmp_path), json.loads((tmp_path / "config.json").read_text())
+    for kind in "su", "yarn":
+        edit(folder, ("rope_parameters",), rope_scaling=raw["rope_parameters"] | {"rope_type": kind})
+        assert ModelConfig.read(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    "entries, message",
+    [
+        (YARN | {"rope_theta": 1.0}, "rope_theta=1.0: must be at least"),
+        (LLAMA3 | {"high_freq_factor": 1.0}, "high_freq_factor=1.0: must be above low_freq_factor=1.0"),
+    ],
+)
+def test_impossible_rope(tmp_path, entries, message):
+    edit(make_checkpoint(tmp_path, "llama"), rope_parameters=entries, rope_scaling=None, rope_theta=None)
+    with pytest.raises(ValueError, match=f"config.json: {message}"):
+        ModelConfig.read(tmp_path)
 
 
 @pytest.mark.parametrize("length", [64, MAX_LEN])

@@ -454,6 +454,8 @@ def test_special_tokens_inside_the_reasoning():
 
 
 def test_format_from_the_chat_template():
+    granite = """{"name": "add", "parameters": {}} ... answer <function_call> {"name": ..., "arguments": ...}"""
+    assert parser_for(granite) is None
     assert parser_for("... return <tool_call>{...}</tool_call>") == "hermes"
     assert parser_for("<tool_call>\n<function=example>\n<parameter=x>") == "qwen3_coder"
     template = "{%- set toolcall_begin_token = '<seed:tool_call>' -%}{%- set think_begin_token = '<seed:think>' -%}"

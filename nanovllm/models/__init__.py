@@ -38,7 +38,7 @@ import torch
 from torch import nn
 
 from nanovllm.quantization import find_quantization
-from nanovllm.utils.checks import check_bool, check_choice, check_int, check_real, read_json
+from nanovllm.utils.checks import check_bool, check_choice, check_int, check_object, check_real, read_json
 from nanovllm.utils.construction import constructing
 from nanovllm.utils.families import find_model_type, model_class
 from nanovllm.utils.rope_scaling import inverse_frequencies, scaled_rope
@@ -52,6 +52,8 @@ NEUTRAL = {
     "is_causal": True,
     "scoring_func": "softmax",
 }
+# entries of config.json for which the whole model's value overrides that of `text_config`
+OF_WHOLE = "model_type", "tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id", "quantization_config"
 # a container's memory limit, in both versions of cgroups
 MEMORY_LIMITS = [Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory/memory.limit_in_bytes")]
 
@@ -111,9 +113,11 @@ class ModelConfig:
         model_type = find_model_type(raw, file)
         family = model_class(model_type)
         for name in ("text_config", "quantization_config"):
-            if not isinstance(raw.get(name) or {}, dict):
-                raise TypeError(f"{file}: {name}={raw[name]!r:.80}: must be an object")
-        raw = getattr(family, "defaults", {}) | (raw.get("text_config") or {}) | raw
+            check_object(f"{file}: {name}", raw.get(name) or {})
+        defaults, text = getattr(family, "defaults", {}), raw.get("text_config") or {}
+        raw = defaults | raw | text | {name: raw[name] for name in OF_WHOLE if raw.get(name) is not None}
+        if raw.get("rope_parameters") is None:  # transformers uses its default
+            raw = raw | {"rope_parameters": defaults.get("rope_parameters")}
         check_choice(f"{file}: hidden_act", raw.get("hidden_act", "silu"), family.hidden_acts)
         if raw.get("use_sliding_window"):
             raise ValueError(f"{file}: sliding-window attention is not supported (use_sliding_window is set)")
@@ -194,9 +198,9 @@ def read_rope(raw: dict, head_dim: int, file: Path) -> tuple[tuple[float, ...], 
     rope = {name: raw[name] for name in ("rope_theta", "partial_rotary_factor") if raw.get(name) is not None}
     for name in ("rope_parameters", "rope_scaling"):
         entries = raw.get(name) or {}
-        if not isinstance(entries, dict):
-            raise TypeError(f"{file}: {name}={entries!r:.80}: must be an object")
+        check_object(f"{file}: {name}", entries)
         entries = entries.get("full_attention") or entries  # other layer types may have separate entries
+        check_object(f"{file}: {name}: full_attention", entries)
         kind = entries.get("rope_type") or entries.get("type")
         rope |= {name: value for name, value in (entries | {"rope_type": kind}).items() if value is not None}
     theta = rope.pop("rope_theta", 10000.0)

@@ -28,4 +28,4 @@ class Gemma2ForCausalLM(Gemma3ForCausalLM):
 
     @staticmethod
     def read_config(raw: dict, file: Path) -> dict:
-        return read_gemma(raw, file, 2)
+        return read_gemma(raw, file, 2, scales_local=True)  # one rotary embedding for all layers

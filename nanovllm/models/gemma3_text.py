@@ -102,11 +102,15 @@ class Gemma3ForCausalLM(WindowsForCausalLM):
 
     @staticmethod
     def read_config(raw: dict, file: Path) -> dict:
+        # transformers does not use this entry of Gemma 3
+        raw = raw | {"attn_logit_softcapping": None}
         return read_gemma(raw, file, 6, raw.get("rope_local_base_freq", 1e4))
 
 
-def read_gemma(raw: dict, file: Path, interval: int, local_theta: float | None = None) -> dict:
-    """Return the fields of ModelConfig that Gemma sets. See `read_windows` for `interval` and `local_theta`."""
+def read_gemma(
+    raw: dict, file: Path, interval: int, local_theta: float | None = None, scales_local: bool = False
+) -> dict:
+    """Return the fields of ModelConfig that Gemma sets. `read_windows` describes the other parameters."""
     activation = raw.get("hidden_activation", "gelu_pytorch_tanh")
     check_choice(f"{file}: hidden_activation", activation, ("gelu_pytorch_tanh",))
     bidirectional = raw.get("use_bidirectional_attention") or None
@@ -115,7 +119,7 @@ def read_gemma(raw: dict, file: Path, interval: int, local_theta: float | None =
     caps = [raw.get(name) for name in ("attn_logit_softcapping", "final_logit_softcapping")]
     for cap in caps:
         check_real(f"{file}: softcapping", 1.0 if cap is None else cap, low=1e-6, high=1e30)
-    fields = read_windows(raw, file, interval, local_theta)
+    fields = read_windows(raw, file, interval, local_theta, scales_local)
     fields["details"] = fields["details"]._replace(scale=scalar**-0.5, soft_cap=caps[0], final_soft_cap=caps[1])
     bias = raw.get("attention_bias", False)
     # this length already includes the scaling of the rotary embedding

@@ -381,7 +381,7 @@ SIGNS = {
     "seed_oss": SeedParser.CALL,
     "qwen3_coder": "<function=",
     "hermes": "<tool_call>",
-    "llama3_json": '"parameters"',
+    "llama3_json": 'name, "parameters"',
 }
 
 

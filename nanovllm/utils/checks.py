@@ -113,6 +113,12 @@ def check_choice(name: str, value: Any, choices: Iterable) -> Any:
     return value
 
 
+def check_object(name: str, value: Any) -> None:
+    """Raise TypeError if a value of config.json is not an object."""
+    if not isinstance(value, dict):
+        raise TypeError(f"{name}={value!r:.80}: must be an object")
+
+
 def _check_range(name, value, low, high):
     if value < low:
         raise ValueError(f"{name}={value!r:.80}: must be at least {low}")

@@ -41,7 +41,16 @@ def scaled_rope(kind: str, theta: float, rope: dict, raw: Mapping, head_dim: int
     for name in NUMBERS & rope.keys():
         check_real(f"{file}: {name}", rope[name], low=1e-6, high=1e30)
     fraction = check_real(f"{file}: partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1e-6, 1.0)
+    if kind in ("su", "yarn") and "short_factor" in rope:  # older names of longrope, as in transformers
+        kind = "longrope"
     check_choice(f"{file}: rope type", kind, KINDS)
+    if kind == "yarn":
+        check_real(f"{file}: rope_theta", theta, low=1.0001, high=1e30)
+    if kind == "longrope":
+        check_real(f"{file}: original_max_position_embeddings", rope["original_max_position_embeddings"], 2, 1e30)
+    if kind == "llama3" and rope["high_freq_factor"] <= rope["low_freq_factor"]:
+        factors = rope["low_freq_factor"], rope["high_freq_factor"]
+        raise ValueError(f"{file}: high_freq_factor={factors[1]!r}: must be above low_freq_factor={factors[0]!r}")
     if kind == "proportional":  # frequencies as for a fully rotated head, but 0 for the last pairs
         inv_freq = inverse_frequencies(theta, head_dim) / rope.get("factor", 1.0)
         inv_freq[int(head_dim * fraction // 2) :] = 0.0

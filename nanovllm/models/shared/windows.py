@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models import ModelConfig, read_rope
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.utils.checks import check_int
+from nanovllm.utils.checks import check_int, check_object
 
 
 class Windows(NamedTuple):
@@ -34,12 +34,14 @@ class WindowsForCausalLM(Qwen3ForCausalLM):
                 attn.window, layer.self_attn.rotary_emb = size, rotary_emb
 
 
-def read_windows(raw: dict, file: Path, interval: int, local_theta: float | None = None) -> dict:
+def read_windows(
+    raw: dict, file: Path, interval: int, local_theta: float | None = None, scales_local: bool = False
+) -> dict:
     """Return the fields of ModelConfig that describe windows. A window has `sliding_window` tokens.
 
     If an older checkpoint has no `layer_types`, every `interval`-th layer attends to all tokens. Layers with a window
-    ignore `rope_scaling`. For layers with a window, RoPE's theta comes from `rope_parameters["sliding_attention"]`,
-    else from `local_theta`, else from `rope_theta`.
+    ignore `rope_scaling`, unless `scales_local` is True. For layers with a window, RoPE's theta comes from
+    `rope_parameters["sliding_attention"]`, else from `local_theta`, else from `rope_theta`.
     """
     num_layers = raw["num_hidden_layers"]
     interval = check_int(f"{file}: sliding_window_pattern", raw.get("sliding_window_pattern", interval), low=1)
@@ -49,9 +51,11 @@ def read_windows(raw: dict, file: Path, interval: int, local_theta: float | None
     size = check_int(f"{file}: sliding_window", raw.get("sliding_window"), low=1)
     head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
     rope = raw.get("rope_parameters") or {}
+    check_object(f"{file}: rope_parameters: sliding_attention", local := rope.get("sliding_attention") or {})
     theta = local_theta or rope.get("rope_theta") or raw.get("rope_theta", 10000.0)
-    local = {"rope_theta": theta} | (rope.get("sliding_attention") or {})
-    inv_freq, scale, *_ = read_rope({**raw, "rope_parameters": local, "rope_scaling": None}, head_dim, file)
+    local = {"rope_theta": theta} | local
+    entries = raw if scales_local else {**raw, "rope_parameters": local, "rope_scaling": None}
+    inv_freq, scale, *_ = read_rope(entries, head_dim, file)
     sizes = tuple(size if kind == "sliding_attention" else None for kind in kinds)
     return {"details": Windows(sizes, (inv_freq, scale)), **fields_of_sizes(sizes)}
 
