@@ -31,59 +31,48 @@ class Config:
     needs no PyTorch.
 
     model: a folder in the Hugging Face layout, a hub id, or `"tiny-qwen3"`, which is part of this package.
-    max_num_batched_tokens: maximum number of tokens in a step. Prompts that exceed this maximum are computed in chunks
-        over several steps.
-    max_mixed_step_ms: target duration of a mixed step in milliseconds; by default 50 on CUDA and 250 on a CPU. A mixed
-        step computes prompt chunks and decodes other sequences.
-    max_num_mixed_tokens: maximum number of tokens in a mixed step; by default, as many as the device computes in
-        `max_mixed_step_ms`. The default is measured on CUDA and estimated on a CPU. While only few prompt tokens are
-        waiting, a mixed step uses half of the maximum.
+    max_num_batched_tokens: maximum number of tokens in a step. Longer prompts take several steps.
+    max_mixed_step_ms: target duration in milliseconds of a step that both decodes and computes prompts; by default 50
+        on CUDA and 250 on a CPU.
+    max_num_mixed_tokens: maximum number of tokens in such a step; by default, as many as the device computes in
+        `max_mixed_step_ms`.
     scheduling_policy: "fcfs" (first come, first served) or "priority" (the request with the lowest `priority` value
-        comes first). In Python, the value can also be an object with a method `priority_key`: see `SchedulingPolicy` in
-        `engine/scheduling_policy.py`.
-    max_num_seqs: maximum number of sequences that run at the same time. In models with recurrent states, the maximum is
-        lowered until the states of all sequences take at most half of the cache's memory, unless `num_kvcache_blocks`
-        is set.
+        comes first). In Python, also an object with a method `priority_key`: see `engine/scheduling_policy.py`.
+    max_num_seqs: maximum number of sequences that run at the same time. Recurrent states may lower the maximum: see
+        nanovllm/docs/cache.md.
     max_model_len: maximum number of tokens in a prompt and its answer together; by default 4096 or the model's own
         limit, whichever is smaller.
-    gpu_memory_utilization: the fraction of the GPU's memory that weights and cache may use together. The setting has no
-        effect on a CPU.
-    tensor_parallel_size: the number of ranks that share the model: 1, 2, 4 or 8. On CUDA, each rank has a separate GPU,
-        and `device` is the GPU of the first rank.
-    expert_parallel: with several ranks, give each rank whole experts of a mixture-of-experts model, instead of a part
-        of every expert.
+    gpu_memory_utilization: the fraction of the GPU's memory for weights and cache together.
+    tensor_parallel_size: the number of ranks that share the model: 1, 2, 4 or 8. On CUDA, ranks use consecutive GPUs,
+        starting with `device`.
+    expert_parallel: with several ranks, give each rank whole experts instead of a part of every expert.
     enforce_eager: do not use CUDA graphs.
     kvcache_block_size: tokens per cache block, a multiple of 16. The backend "flash" needs a multiple of 256. On CUDA,
         `batch_invariant` needs a multiple of 64.
     num_kvcache_blocks: the number of cache blocks; by default, as many as fit into memory or, on a CPU, into 1 GiB. A
         number that is set here also limits `max_model_len`.
-    kv_cache_dtype: the format of cached keys and values. "auto" is the setting `dtype`. "fp8" stores e4m3 values with a
-        scale for each key and value, and needs the backend "triton" or "sdpa".
-    mamba_ssm_cache_dtype: the dtype in which layers with the gated delta rule store their states, one of "float32",
-        "bfloat16" and "float16". "auto" is the checkpoint's choice, usually "float32". States are always computed in
-        float32. The setting has no effect on models without the gated delta rule.
-    dtype: "auto" is the checkpoint's dtype. On a CPU without instructions for the checkpoint's dtype, "auto" is float32
-        if float32 weights take at most half of the memory. The other values are "float32" (or "float"), "float16" (or
-        "half") and "bfloat16". In Python, the value can also be a torch.dtype.
+    kv_cache_dtype: the format of cached keys and values: "auto" (the setting `dtype`), or "fp8" with the backend
+        "triton" or "sdpa".
+    mamba_ssm_cache_dtype: the dtype of stored recurrent states: "float32", "bfloat16", "float16", or "auto" (the
+        checkpoint's choice, usually "float32").
+    dtype: "float32" (or "float"), "float16" (or "half"), "bfloat16", or "auto": the checkpoint's dtype, or float32 on a
+        CPU that would emulate the checkpoint's dtype and has memory for float32. In Python, also a torch.dtype.
     device: "cpu", "cuda", or one GPU, such as "cuda:1". "auto" is "cuda" if there is a CUDA device, else "cpu".
     attention_backend: "triton", "sdpa" or "flash". "auto" is "triton" on CUDA if Triton is installed, else "sdpa".
-    swap_space: size in GiB, for all ranks together, of the host memory that keeps evicted cache blocks. Blocks are
-        copied back to the device for a later request that begins with the same tokens. See nanovllm/docs/cache.md.
-    swap_dir: a folder for copies of the blocks that are in host memory. When the same model is started again, it can
-        read the copies. Needs `swap_space`.
+    swap_space: size in GiB, for all ranks together, of the host memory that keeps evicted cache blocks: see
+        nanovllm/docs/cache.md.
+    swap_dir: a folder for copies of the blocks in host memory, which outlive the process. Needs `swap_space`.
     swap_dir_space: maximum size in GiB of each model's files in `swap_dir`.
     enable_prefix_caching: reuse the cache blocks of earlier requests that begin with the same tokens.
     async_scheduling: prepare a step while the previous step runs; by default on CUDA only.
-    seed: a number that makes the results of requests without their own `seed` repeatable; by default, each run differs.
-    tokenizer: the folder or hub id of the tokenizer; by default the model's tokenizer.
+    seed: makes the results of requests without their own `seed` repeatable; by default, each run differs.
+    tokenizer: the folder or hub id of the tokenizer; by default the model's.
     revision: the branch, tag or commit of a model on the hub; by default, the hub's default branch.
-    quantization: "fp8", "int8" or "int4" quantizes the weights of linear layers while they are loaded; by default the
-        weights stay in the checkpoint's format. See nanovllm/docs/quantization.md.
+    quantization: "fp8", "int8" or "int4" quantizes the weights of linear layers while they are loaded: see
+        nanovllm/docs/quantization.md.
     load_format: "auto" and "safetensors" read the weights. "dummy" makes random weights, and needs no weight files.
-    logprobs_mode: the distribution that the `logprobs` of a request describe. "raw_logprobs": the distribution of the
-        model's own logits. "temperature_logprobs": the distribution after the logits are divided by the request's
-        temperature (unless the temperature is 0), as trainers do. "processed_logprobs": the distribution from which
-        tokens are sampled, after penalties, temperature and filters.
+    logprobs_mode: the distribution that `logprobs` describe: that of the model's logits ("raw_logprobs"), of logits
+        divided by the temperature ("temperature_logprobs"), or the one that is sampled from ("processed_logprobs").
     enable_sleep_mode: allow `sleep`, which frees memory until `wake_up` is called; see nanovllm/docs/training.md.
     batch_invariant: make the tokens and log-probabilities of a request bitwise identical in any batch; see
         nanovllm/docs/batch-invariance.md.
@@ -91,21 +80,20 @@ class Config:
         vocabulary size.
     enable_lora: allow requests to use low-rank adapters; see nanovllm/docs/lora.md.
     max_loras: the number of adapters that are on the device at the same time.
-    max_lora_rank: upper limit for the rank of adapters. Memory is allocated for adapters of this rank.
-    max_expert_lora_rank: upper limit for the rank of adapters that have matrices for each expert. 0 refuses adapters
-        with such matrices, and allocates no memory for them.
-    speculative_config: how tokens are drafted, as JSON with the keys that nanovllm/docs/speculation.md lists; by
-        default no tokens are drafted. In Python, the value can also be a dict.
+    max_lora_rank: upper limit for the rank of adapters, for which memory is allocated.
+    max_expert_lora_rank: the same limit for experts; with 0, adapters of experts are refused.
+    speculative_config: how tokens are drafted, as JSON with the keys in nanovllm/docs/speculation.md. In Python, also a
+        dict.
     task: "generate", "embed" (texts to vectors), "score" (the relevance of documents) or "classify"; by default the
-        task for which the checkpoint was made. "pooling" also selects the checkpoint's task, but selects "embed" if the
-        checkpoint generates text. See nanovllm/docs/embeddings.md.
+        task for which the checkpoint was made. "pooling" is this task, or "embed" if this task is "generate". See
+        nanovllm/docs/embeddings.md.
     language_model_only: load no vision tower, and take no images.
     limit_mm_per_prompt: the maximum number of images in a prompt, as JSON such as `{"image": 4}`; by default 999.
-    mm_processor_kwargs: the smallest and largest image size in pixels, as JSON with the keys `min_pixels` and
-        `max_pixels`. Smaller and larger images are scaled.
-    allowed_local_media_path: a folder with image files to which conversations may refer; by default, no files are
-        allowed. See nanovllm/docs/images.md.
-    allowed_media_domains: the hosts from which images in conversations may be downloaded; by default none.
+    mm_processor_kwargs: the range of pixels to which images are scaled, as JSON with the keys `min_pixels` and
+        `max_pixels`.
+    allowed_local_media_path: a folder with images to which conversations may refer; by default none. See
+        nanovllm/docs/images.md.
+    allowed_media_domains: the hosts from which conversations may take images; by default none.
 
     Raises a ValueError or TypeError that states the value and what is allowed, or FileNotFoundError if the model does
     not exist.

@@ -20,45 +20,39 @@ class SamplingParams:
     Values are validated on construction. Only the first three parameters can be positional arguments.
 
     temperature: the divisor of the logits. At 0 (or below 1e-5), the most likely token is always chosen.
-    max_tokens: maximum number of tokens to generate. The setting `max_model_len` also limits the answer. In Python,
-        None leaves `max_model_len` as the only limit.
+    max_tokens: maximum number of tokens to generate, in addition to the limit `max_model_len`. In Python, None means no
+        other limit.
     ignore_eos: do not stop at the model's end-of-sequence ids.
-    top_k: sample only from the k most likely tokens. Among equally likely tokens, those with the lowest ids are kept.
-        With 0 or -1, all tokens are kept.
+    top_k: sample only from the k most likely tokens, with the lower ids among equals. 0 or -1 keep all tokens.
     top_p: sample only from the smallest set of most likely tokens whose total probability is at least this value.
     min_p: sample only from tokens whose probability is at least this fraction of the most likely token's probability.
-    seed: the seed of the sampling noise. The noise does not depend on the batch; nanovllm/docs/sampling.md explains why
-        results may still depend on the batch. By default, or with -1, the seed is derived from the engine's seed, or
-        random if the engine has no seed.
-    n: the number of answers. The prompt is computed only once for all answers.
+    seed: the seed of the sampling noise (nanovllm/docs/sampling.md says what it repeats). By default, or with -1, the
+        seed is derived from the engine's seed, or random if the engine has no seed.
+    n: the number of answers. The prompt is computed once for all answers.
     min_tokens: until the answer has this many tokens, only `max_tokens` can end the answer.
     stop: strings that end the answer. The returned text ends before the stop string.
-    stop_token_ids: at most 128 ids that end the answer, as end-of-sequence ids do. The returned text ends before the
-        stop token.
-    bad_words: strings that must not be generated. Each string is tokenized both with and without a leading space.
+    stop_token_ids: at most 128 ids that end the answer, as end-of-sequence ids do. Their text is not returned.
+    bad_words: strings that must not be generated, with or without a space before them.
     allowed_token_ids: the only ids that may be generated.
     include_stop_str_in_output: keep the stop string or stop token at the end of the text.
     skip_special_tokens: omit special tokens from the text.
     detokenize: decode the answer to text. If False, outputs have no text, and `stop` is refused.
     presence_penalty: a number from -2 to 2, subtracted from the logits of tokens that the answer already contains.
-    frequency_penalty: a number from -2 to 2, subtracted from a token's logit once per occurrence in the answer so far.
-    repetition_penalty: a number from 0.01 to 100. For tokens in the prompt or the answer, the penalty divides positive
-        logits and multiplies negative logits.
-    logit_bias: a dict that maps up to 300 token ids to numbers from -100 to 100, which are added to the logits of these
-        tokens.
+    frequency_penalty: a number from -2 to 2, subtracted from a token's logit for each occurrence in the answer.
+    repetition_penalty: a number from 0.01 to 100, which divides the positive logits and multiplies the negative logits
+        of tokens in the prompt or answer.
+    logit_bias: maps up to 300 token ids to numbers from -100 to 100, which are added to their logits.
     structured_outputs: the required form of the answer: a dict with one key, "json" (a JSON schema, as a dict or text),
         "json_object" (True), "regex", "choice" (a list of strings) or "grammar". See
         nanovllm/docs/structured-outputs.md.
-    reasoning_parser: the format in which the model marks its reasoning: "qwen3", "deepseek_r1", "mistral" or another
-        name in nanovllm/docs/reasoning.md. With `reasoning_parser`, `structured_outputs` and `stop` apply only to the
-        answer after the reasoning.
+    reasoning_parser: how the model marks its reasoning, to which `structured_outputs` and `stop` do not apply: "qwen3",
+        "deepseek_r1", "mistral" or another name in nanovllm/docs/reasoning.md.
     thinking_token_budget: maximum number of reasoning tokens, after which the engine forces the end marker. None or
-        -1 means no limit. A budget needs `reasoning_parser`.
+        -1 means no limit. Needs `reasoning_parser`.
     logprobs: how many of the most likely tokens get a log-probability at each position, in addition to the generated
-        token; -1 means all tokens. The setting `logprobs_mode` selects the distribution that log-probabilities
-        describe.
-    prompt_logprobs: like `logprobs`, but for each prompt token, and always from the model's own logits. A request with
-        `prompt_logprobs` does not read the prefix cache.
+        token; -1 means all tokens. See the setting `logprobs_mode`.
+    prompt_logprobs: like `logprobs`, but for prompt tokens, always from the model's own logits, and without the prefix
+        cache.
 
     Raises ValueError, or TypeError for a value of the wrong type. The error states the value and what is allowed.
     Limits that depend on the model are checked when a request is made.
@@ -95,11 +89,11 @@ class SamplingParams:
         check_fields(self)
         if self.max_tokens is not None:
             _set(self, "max_tokens", check_int("max_tokens", self.max_tokens, 1, MAX_INT))
-        _set(self, "seed", None if self.seed == -1 else self.seed)
         # prompt length + min_tokens must fit into an int32
         check_int("min_tokens", self.min_tokens, 0, min(self.max_tokens or 2**30, 2**30))
-        if self.thinking_token_budget == -1:
-            _set(self, "thinking_token_budget", None)
+        for name in ("seed", "thinking_token_budget"):
+            if getattr(self, name) == -1:
+                _set(self, name, None)
         defaults = self.__dataclass_fields__
         if given := [name for name in COLLECTIONS if getattr(self, name) is not defaults[name].default]:
             check_collections(self, given)

@@ -301,7 +301,7 @@ def test_pages_that_messages_and_helps_name_exist():
 
 def test_readme_shows_the_step_as_it_is():
     assert (
-        textwrap.dedent(inspect.getsource(Engine.run_step)).strip()
+        textwrap.dedent(inspect.getsource(Engine.step)).strip()
         == blocks(section(README, "How a step works"))[0].strip()
     )
 

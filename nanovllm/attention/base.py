@@ -32,18 +32,14 @@ class AttentionBackend:
 
     @staticmethod
     def supports(spec: AttentionSpec) -> bool:
-        """Return whether `attend` can compute this layer. A backend is used only if it supports all layers."""
+        """Return whether `attend` can compute this layer."""
         return not spec.is_special
 
     def set_head_shape(self, group: int, head_dim: int, dtype: torch.dtype) -> None:
-        """Prepare for a layer with `group` query heads per key-value head. This method runs before the first step."""
+        """Prepare for a layer with `group` query heads per key-value head."""
 
     def prepare_chunks(self, chunks: list[tuple[int, int]], first_row: int) -> dict[str, np.ndarray]:
-        """Return int32 arrays for `Context.backend_arrays`.
-
-        Each element of `chunks` is the pair (start, end) of a chunk's positions. The first chunk is row `first_row` of
-        the batch.
-        """
+        """Return int32 arrays for `Context.backend_arrays`. `chunks` are (start, end), from row `first_row` on."""
         return {}
 
     def array_shapes(self, num_tokens: int, num_chunks: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -62,9 +58,9 @@ class AttentionBackend:
 
 
 def connect(model: nn.Module, backend: AttentionBackend, device: str, dtype: torch.dtype) -> AttentionBackend:
-    """Connect the attention layers of a model with the first backend that supports all of them. Return the backend.
+    """Connect a model's attention layers with the first backend that supports all of them, and return the backend.
 
-    The backends are tried in this order: `backend`, triton, sdpa. `dtype` is the dtype of the queries.
+    The backends are tried in this order: `backend`, triton, sdpa.
     """
     specs = {layer: layer.cache_spec() for layer in model.modules() if hasattr(layer, "cache_spec")}
     specs = {layer: spec for layer, spec in specs.items() if isinstance(spec, AttentionSpec)}

@@ -15,7 +15,7 @@ from nanovllm.utils.context import Context
 class _Group(NamedTuple):
     """The rows of one attention call: several sequences with one query each, or one sequence with several queries.
 
-    The number of keys (L) is padded to a multiple of SPAN_SIZE, so that CPU kernels are compiled for fewer shapes.
+    The number of keys (L) is a multiple of SPAN_SIZE, so CPU kernels are compiled for fewer shapes.
     """
 
     rows: slice  # of q
@@ -102,9 +102,8 @@ def _plan(context: Context, window: int | None, block_size: int, dtype: torch.dt
     if context.is_prefill and context.max_seqlen_q > 1:  # chunks of one token are like decodes
         num_single, starts = context.num_decode_rows, context.cu_seqlens_q.tolist()
 
-    # A group consists of adjacent sequences of similar length; the scheduler sorts them, the longest first. Padding
-    # adds at most a seventh plus 18 tokens to each sequence. Larger groups would gather more padding, and smaller
-    # groups would need more calls.
+    # a group has adjacent sequences of similar length (the longest are first): larger groups would gather more padding,
+    # and smaller groups would need more calls
     begin = 0
     for end in range(1, num_single + 1):
         longest = _padded(lengths[begin])  # a draft's row attends to more keys than the row before it

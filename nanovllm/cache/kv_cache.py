@@ -13,11 +13,9 @@ SPAN_SIZE = 16  # tokens that `gather` copies as one row; every `kvcache_block_s
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Describes what an attention layer stores and computes. Backends and kernels read the description as `cache.spec`.
+    """Describes what an attention layer stores and computes. cache/state.py explains specs, and lists the others.
 
-    The layer stores a key and a value per token and head, in blocks. The module cache/state.py explains specs, and
-    lists the other specs. Specs that differ only in their sinks compare equal, because layers with such specs store the
-    same data.
+    Specs that differ only in their sinks compare equal, because their layers store the same data.
     """
 
     num_kv_heads: int = 0
@@ -45,24 +43,19 @@ class AttentionSpec:
 
 
 class KVCache:
-    """The keys and values of one layer, in the model's dtype. Subclasses store other formats (`quantization/`).
+    """The keys and values of one layer, in the model's dtype. Subclasses store other formats (`quantization/`)."""
 
-    `k` and `v` are [blocks, block_size, kv_heads, head_dim]. Quantized subclasses store `scales`, too. `spec` is the
-    layer's AttentionSpec.
-    """
-
-    scales: torch.Tensor | None = None
+    scales: torch.Tensor | None = None  # of quantized subclasses
     spec = AttentionSpec()
 
     def __init__(self, data: torch.Tensor):
-        """`data` is the layer's part of the group's tensor: [2, blocks, block_size, kv_heads, head_dim]."""
-        self.k, self.v = data
+        self.k, self.v = data  # each [blocks, block_size, kv_heads, head_dim]
 
     @staticmethod
     def tensors(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Return the tensors of a group of layers, on the meta device: see cache/state.py.
 
-        `shape` is the shape of the first tensor: (2, layers, blocks, block_size, kv_heads, head_dim).
+        `shape` is (2, layers, blocks, block_size, kv_heads, head_dim).
         """
         return (torch.empty(shape, dtype=dtype, device="meta"),)
 
@@ -72,20 +65,13 @@ class KVCache:
         self.v.flatten(0, 1).index_copy_(0, slots, v)
 
     def gather(self, spans: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values in the model's `dtype`, each a tensor [B, L, kv_heads, head_dim].
-
-        Keys and values are read from `spans` [B, L / SPAN_SIZE] int32.
-        """
+        """Return the keys and values of `spans` [B, L / SPAN_SIZE] in `dtype`, each [B, L, kv_heads, head_dim]."""
         return gather_spans(self.k, spans), gather_spans(self.v, spans)
 
 
 def gather_spans(cache: torch.Tensor, spans: torch.Tensor) -> torch.Tensor:
-    """Return the keys or values of the tokens in `spans` [B, L / SPAN_SIZE] as a tensor [B, L, kv_heads, head_dim].
-
-    On a CPU, the result for a single sequence with adjacent spans is a view, not a copy.
-    """
     rows = cache.view(-1, SPAN_SIZE * cache.shape[2] * cache.shape[3])
-    if len(spans) == 1 and cache.is_cpu:
+    if len(spans) == 1 and cache.is_cpu:  # adjacent spans need no copy
         ids = spans[0].tolist()
         if ids == [*range(ids[0], ids[-1] + 1)]:
             return rows[ids[0] : ids[-1] + 1].view(1, -1, *cache.shape[2:])

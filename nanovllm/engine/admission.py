@@ -31,7 +31,7 @@ class WaitingQueue:
         insort(self._seqs, seq, key=attrgetter("order"))
 
     def next_ready(self) -> Sequence | None:
-        """Return the sequence to be admitted next, or None. A subclass may first load data that the sequence needs."""
+        """Return the sequence to be admitted next, or None."""
         return self._seqs[0] if self._seqs else None
 
     def __getitem__(self, index: int) -> Sequence:
@@ -44,11 +44,10 @@ class WaitingQueue:
 
 
 class AdmissionPause:
-    """Admits sequences in groups once the engine is full.
+    """Admits sequences in groups once the engine is full, so that most steps only decode.
 
-    If each ended sequence were replaced immediately, most steps would compute prompts too, and would delay the running
-    sequences. Admission pauses when a sequence does not fit. Admission resumes when a sixteenth of the running
-    sequences have ended, or after MAX_STEPS_WITHOUT_ADMISSION steps.
+    Admission pauses when a sequence does not fit, until a sixteenth of the running sequences have ended, or for
+    MAX_STEPS_WITHOUT_ADMISSION steps.
     """
 
     def __init__(self) -> None:
@@ -61,7 +60,7 @@ class AdmissionPause:
         return is_full and self._num_steps < MAX_STEPS_WITHOUT_ADMISSION
 
     def may_admit(self, num_running: int) -> bool:
-        """Return whether a sequence may be admitted. During a pause, each call is counted as one step."""
+        """Return whether a sequence may be admitted. During a pause, each call counts as a step."""
         if is_on := self.is_on(num_running):
             self._num_steps += 1
         return not is_on
@@ -71,16 +70,11 @@ class AdmissionPause:
         self._max_running, self._num_steps = max(0, num_running - max(1, num_running // 16)), 0
 
     def resume(self) -> None:
-        """Resume admission, because a sequence was admitted or no sequence waits."""
         self._max_running, self._num_steps = None, 0
 
 
 class TokenBudget(NamedTuple):
-    """Limits a step to `num_tokens` prompt tokens, or to fewer tokens if their context is long.
-
-    After a context of `context_of_equal_cost` tokens, a token counts as two, because its attention costs as much as all
-    other work for the token.
-    """
+    """Limits a step to `num_tokens` prompt tokens. After a context of `context_of_equal_cost`, a token counts twice."""
 
     num_tokens: float
     context_of_equal_cost: float = inf
@@ -103,11 +97,9 @@ class TokenBudget(NamedTuple):
         return self._replace(num_tokens=self.num_tokens - self.cost(start, end))
 
     def chunk_end(self, start: int, end: int, others_wait: bool) -> int:
-        """Return the end of the next prefill chunk. The prompt tokens `start:end` remain to be computed.
+        """Return the end of the next chunk of the prompt tokens `start:end`, which has at least one token.
 
-        If the budget is too small for all remaining tokens, the chunk uses the whole budget. If other prompts wait, the
-        chunk uses half of the budget, so that the steps of a long prompt also compute short prompts. A chunk contains
-        at least one token.
+        If others wait, a long prompt gets half of the budget, so that its steps also compute short prompts.
         """
         if self.cost(start, end) <= self.num_tokens:
             return end

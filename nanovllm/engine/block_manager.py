@@ -10,10 +10,7 @@ from nanovllm.engine.sequence import Sequence, packed_ids
 
 
 class Block:
-    """A block of the paged KV cache.
-
-    A block with a hash is in the prefix cache. A lookup in the prefix cache compares hashes and token ids.
-    """
+    """A block of the paged KV cache. A block with a hash is in the prefix cache."""
 
     __slots__ = ("block_id", "hash", "ref_count", "token_ids")
 
@@ -33,9 +30,9 @@ class Block:
 class BlockManager:
     """Allocates and frees cache blocks, each in constant time.
 
-    A freed block keeps its contents until it is allocated again, so that a later sequence with the same prefix can
-    reuse it. Free blocks that are not in the prefix cache are allocated first. Cached blocks follow, in the order in
-    which they were freed.
+    A freed block keeps its contents until it is allocated again, so a later sequence with the same prefix can reuse it.
+    Free blocks outside of the prefix cache are allocated first, then cached blocks in the order in which they were
+    freed.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
@@ -52,7 +49,6 @@ class BlockManager:
         self.copies: dict[int, int] = {}  # target block id -> source block id, to be copied before the next step
 
     def req_indices(self, max_num_seqs: int):
-        """Return the request indices that are free at the start, for `Scheduler.free_req_indices`."""
         return [*reversed(range(max_num_seqs))]
 
     @staticmethod
@@ -66,9 +62,7 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """The number of sequences that the free blocks can extend. In a subclass, extending a sequence may take several
-        blocks.
-        """
+        """The number of sequences that the free blocks can extend."""
         return len(self.free_block_ids)
 
     @property
@@ -90,16 +84,16 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def num_blocks_needed(self, seq: Sequence) -> int:
-        """Return how many blocks `seq` needs for all of its tokens and for the next token, if there will be one."""
+        """Return how many blocks `seq` needs, including its next token."""
         return self.num_blocks_for(min(seq.num_tokens + 1, seq.max_num_tokens))
 
     def can_allocate(self, seq: Sequence, num_spare: int = 0) -> bool:
-        """Return whether the blocks that `seq` needs can be allocated, with `num_spare` other blocks left free."""
+        """Return whether `allocate` would leave `num_spare` blocks free."""
         num_shared = sum(self.blocks[block_id].ref_count > 0 for block_id in self._cached_prefix(seq))
         return self.num_blocks_needed(seq) - num_shared + num_spare <= len(self.free_block_ids)
 
     def allocate(self, seq: Sequence) -> None:
-        """Allocate blocks for all tokens of `seq`. Tokens in the prefix cache are treated as computed."""
+        """Allocate blocks for all tokens of `seq`. Tokens in the prefix cache count as computed."""
         assert not seq.block_table
         for block_id in self._cached_prefix(seq):
             block = self.blocks[block_id]
@@ -133,7 +127,7 @@ class BlockManager:
         return len(seq.block_table) * self.block_size < num_tokens
 
     def prepare_decodes(self, rows: list[ScheduledSequence]) -> list[int]:
-        """Return the indices of the rows that need another block. In a subclass, this method may also free blocks."""
+        """Return the indices of the rows that need another block."""
         return [i for i, (seq, _, end) in enumerate(rows) if self.needs_block(seq, end)]
 
     def can_append(self, seq: Sequence) -> bool:
@@ -148,9 +142,8 @@ class BlockManager:
     def hash_blocks(self, seq: Sequence, num_tokens: int | None = None) -> None:
         """Put the full blocks of `seq`, or of its first `num_tokens` tokens, into the prefix cache.
 
-        A prompt's blocks enter the cache when their computation is scheduled, so that other sequences in the same step
-        can share the blocks. Sharing is safe, because each layer stores a step's keys and values before computing
-        attention.
+        They may be scheduled, but not computed yet: each layer stores a step's keys and values before its attention,
+        so sequences of the same step can share them.
         """
         if not self.enable_prefix_caching:
             return
@@ -170,23 +163,20 @@ class BlockManager:
             self.duplicates.setdefault(block_hash, set()).add(block.block_id)
 
     def begin_step(self) -> dict[int, int]:
-        """Begin to schedule a step. Return the copies that the step must make, and clear `copies`."""
+        """Return the copies that the new step must make."""
         copies, self.copies = self.copies, {}
         return copies
 
     def reserve_chunk(self, seq: Sequence, end: int) -> int:
-        """Reserve what a chunk needs in addition to the blocks from `allocate`. Return the end of the chunk.
-
-        The returned end is less than `end` only if layers keep a state or have a window.
-        """
+        """Return where a chunk ends: earlier than `end` only in subclasses, for layers with a state or a window."""
         return end
 
     def state_row(self, seq: Sequence) -> int:
-        """Return the row with the initial state of the next chunk. Only layers that keep a state read this row."""
+        """Return the row of the next chunk's initial state, which only layers that keep a state read."""
         return seq.req_index
 
     def deallocate(self, seq: Sequence) -> None:
-        """Free the blocks of `seq` in reverse order, because the first blocks of a prefix are reused most."""
+        """Free the blocks of `seq`, the first blocks last, because they are reused most."""
         for block_id in reversed(seq.block_table):
             self._release_block(block_id)
         seq.block_table = []
@@ -207,10 +197,7 @@ class BlockManager:
             block.hash = -1
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
-        """Return the ids of the cached blocks that contain the first tokens of `seq`.
-
-        The block of the last token is never included, so that at least one token remains to be computed.
-        """
+        """Return the ids of the cached blocks of `seq`, without its last token, which must be computed."""
         block_ids: list[int] = []
         if not self.enable_prefix_caching or seq.skips_prefix_hits:
             return block_ids

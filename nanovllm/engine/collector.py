@@ -15,22 +15,15 @@ from nanovllm.engine.outputs import OutputKind, RequestOutput
 class StepOutput:
     """The new outputs for one caller from one or more steps.
 
-    A StepOutput unpacks into a pair, as in `outputs, num_tokens = llm.step()`. `outputs` contains a pair (request id,
-    token ids) for each ended request. `num_tokens` is the number of computed prompt tokens. If no prompt tokens were
-    computed, `num_tokens` is the number of decoded tokens, negated.
-
-    finished: the outputs of the requests that ended.
-    new_tokens: (request id, token id) for every new token, in the order of arrival. Only callers that use `step` get
-        `new_tokens`.
-    events: a `stream_event.StreamEvent` for each new piece of an answer, if the caller uses `stream`.
-    num_prefill_tokens, num_decode_tokens: how many prompt tokens and decoded tokens the steps computed, for all callers
-        together.
+    A StepOutput unpacks into a pair, as in `outputs, num_tokens = llm.step()`. `outputs` has a pair (request id, token
+    ids) for each ended request. `num_tokens` is the number of computed prompt tokens or, if there are none, the negated
+    number of decoded tokens.
     """
 
     finished: list[RequestOutput] = field(default_factory=list)
-    new_tokens: list[tuple[int, int]] = field(default_factory=list)
-    events: list[Any] = field(default_factory=list)
-    num_prefill_tokens: int = 0
+    new_tokens: list[tuple[int, int]] = field(default_factory=list)  # (request id, token id), for callers of `step`
+    events: list[Any] = field(default_factory=list)  # StreamEvents, for callers of `stream`
+    num_prefill_tokens: int = 0  # computed for all callers together
     num_decode_tokens: int = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -53,10 +46,7 @@ class StepOutput:
 
 
 class OutputCollector:
-    """Holds one caller's outputs. The engine's thread adds outputs, and the caller's thread removes them.
-
-    Both threads use atomic operations instead of a lock, because a signal handler could deadlock on a lock.
-    """
+    """Passes one caller's outputs on. There is no lock, because a signal handler could deadlock on it."""
 
     def __init__(self, kind: OutputKind, max_steps_ahead: float = inf, max_seconds: float = inf):
         """
@@ -84,22 +74,19 @@ class OutputCollector:
         return bool(self.live) and self._outputs.qsize() < self.max_steps_ahead
 
     def end(self, request_id: int) -> None:
-        """Mark a request as ended. The next call of `put` delivers the request's last output."""
+        """Mark a request as ended. The next `put` delivers its last output."""
         self._ended.add(request_id)
 
-    def put(self, num_prefill_tokens: int = 0, num_decode_tokens: int = 0) -> None:
-        """Deliver the outputs of a step to the caller. If there are no outputs, only update the token counts."""
-        new = self.new
-        new.num_prefill_tokens += num_prefill_tokens
-        new.num_decode_tokens += num_decode_tokens
-        if new.has_outputs or perf_counter() > self._last_flush + self.max_seconds:
+    def put(self) -> None:
+        """Deliver the outputs of a step to the caller, if there are any."""
+        if self.new.has_outputs or perf_counter() > self._last_flush + self.max_seconds:
             self.flush()
         # comes last, because a thread that sees no live request expects no further output
         self.live.difference_update(self._ended)
         self._ended.clear()
 
     def flush(self) -> None:
-        """Deliver all collected outputs to the caller. Wake the caller even if there are no outputs."""
+        """Deliver all collected outputs, and wake the caller even if there are none."""
         output, self.new = self.new, StepOutput()
         self._last_flush = perf_counter()
         self._outputs.put(output)
@@ -114,7 +101,7 @@ class OutputCollector:
     # -- for the caller's thread ---------------------------------------------------------------------------------------
 
     def take(self) -> StepOutput:
-        """Wait for new outputs, and return all of them. Outputs that precede an error are returned first."""
+        """Wait for new outputs, and return all of them. An error is raised after the outputs before it."""
         taken = StepOutput()
         self.take_into(taken, wait=True)
         if self.error is not None and not taken.has_outputs:
@@ -123,9 +110,7 @@ class OutputCollector:
         return taken
 
     def take_into(self, taken: StepOutput, wait: bool = False) -> None:
-        """Move outputs into `taken` until no output is left or the next item is an error. Store the error in
-        `self.error`.
-        """
+        """Move outputs into `taken`, up to the first error, which is stored in `self.error`."""
         with suppress(Empty):
             while self.error is None:
                 output = self._outputs.get(wait)

@@ -38,16 +38,9 @@ class Engine:
         self.unavailable: dict[str, str] = {}  # reasons not to run steps or accept requests: see rollout/
 
     def step(self) -> None:
-        """Run a step. If no step is possible, wait briefly for a held sequence."""
-        self.output_processor.release_held()
-        if not self.run_step() and self.scheduler.held:
-            wait_for_one(self.scheduler)
-
-    def run_step(self) -> bool:
-        """Launch the next step, and process its result or, with `async_scheduling`, the previous step's result.
-
-        Return False if there was no step to launch or to process.
-        """
+        """Launch the next step, and process its result or, with `async_scheduling`, the previous step's."""
+        if self.scheduler.held:
+            self.output_processor.release_held()
         # prompts come first if one `generate` has the engine to itself: it returns all answers together
         scheduled = self.scheduler.schedule(prompts_first=self.output_processor.serves_one_batch)
         launched = self.workers.launch(self.model_runner, scheduled) if scheduled else None
@@ -60,7 +53,8 @@ class Engine:
             self.output_processor.process(step, result, changed)
             for hook in [*self.on_step]:
                 hook(step, result)
-        return bool(launched or due)
+        if self.scheduler.held and not (launched or due):
+            wait_for_one(self.scheduler)
 
     def check_open(self) -> None:
         if self.model_runner is None:
@@ -104,11 +98,9 @@ class SingleRank:
     def connect(self) -> TensorParallel:
         return self.tp
 
-    def wait_until_started(self) -> None:
-        """Return immediately: there is no other rank."""
+    def wait_until_started(self) -> None: ...
 
-    def check(self) -> None:
-        """Do nothing: no other rank can fail."""
+    def check(self) -> None: ...
 
     def launch(self, runner: ModelRunner, step: ScheduledStep) -> PendingStep:
         return runner.run(step)

@@ -19,14 +19,11 @@ T = TypeVar("T")
 
 
 class EngineThread:
-    """Runs the steps of an engine. No other thread changes the engine's state.
+    """Runs the steps of an engine as long as a collector needs them. No other thread changes the engine's state.
 
-    Callers submit requests and wait for outputs in other threads, so Ctrl-C interrupts a wait but never a step. A call
-    is queued as a command, which this thread executes between steps. As long as a collector needs steps, this thread
-    runs steps. Otherwise, it sleeps.
-
-    Signal handlers and finalizers may call `submit`, `abort`, `discard` and `exit` at any moment. Calls in signal
-    handlers and finalizers can't deadlock, because the interrupted code never holds a lock of the queues.
+    Callers wait for outputs in other threads, so Ctrl-C interrupts a wait but never a step. Their calls are queued as
+    commands, which this thread executes between steps. Signal handlers and finalizers may call `submit`, `abort`,
+    `discard` and `exit` at any moment, because the interrupted code never holds a lock of the queues.
     """
 
     def __init__(self, engine: Engine):
@@ -71,9 +68,7 @@ class EngineThread:
         return self._is_closing or not (collector in self.queued() or collector.live or collector.is_ready)
 
     def queued(self) -> list[Any]:
-        """Return the object that waits for each queued command. For a command that submits requests, the waiting object
-        is the collector.
-        """
+        """Return the collectors and other objects that wait for queued commands."""
         return [waiter for _, waiter in [*self._commands]]
 
     def take(self, collector: OutputCollector) -> StepOutput:
@@ -100,14 +95,12 @@ class EngineThread:
         return value
 
     def watch(self, collector: OutputCollector) -> None:
-        """Make `collector` fail when a rank is lost, even if there are no requests. Keep only a weak reference to
-        `collector`.
-        """
+        """Make `collector` fail when a rank is lost, even without requests."""
         self._watchers = [watcher for watcher in self._watchers if watcher() is not None] + [ref(collector)]
         self._post(self.engine.check_open, collector)  # a rank may be lost already
 
     def check_may_wait(self) -> None:
-        """Raise RuntimeError if the caller is the engine thread, or if `check_open` raises RuntimeError."""
+        """Raise RuntimeError if the caller is the engine thread, or the engine is not open."""
         if threading.current_thread() is self._thread:
             raise RuntimeError("this is the engine's own thread, in a hook or a finalizer: it can't wait for a step")
         self.check_open()
@@ -165,7 +158,7 @@ class EngineThread:
     # -- for this thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Loop until the engine closes: execute queued commands, then run a step. If no step is needed, sleep."""
+        """Execute queued commands, then run a step or sleep, until the engine closes."""
         try:
             while not self._is_closing:
                 try:
@@ -235,9 +228,8 @@ class EngineThread:
 
 
 class Submission:
-    """Submits requests at the start of a `with` block, and discards unfinished requests at the end of the block.
-
-    If an interrupt skips the end of the block, the requests are discarded when this object is garbage-collected.
+    """Submits requests when a `with` block begins. Discards unfinished requests when the block ends, or when this
+    object is garbage-collected.
     """
 
     _requests: Collection[Request] = ()

@@ -1,8 +1,7 @@
 """The interface of features, such as stop strings, which only some requests use. Each feature is a class in a separate
 file.
 
-The table FEATURES lists all features. A feature is imported when a request first asks for it. On CUDA, startup imports
-all features, because CUDA graphs contain the features' logit edits.
+A feature is imported when a request first asks for it or, on CUDA, at startup, because CUDA graphs contain its edits.
 """
 
 from collections.abc import Mapping
@@ -25,10 +24,9 @@ Ends = dict[Sequence, tuple[str, int | str | None]]  # finish reason and stop re
 
 
 class StepFeature:
-    """Defines the hooks of a feature. Most hooks of this base class do nothing.
+    """Defines the hooks of a feature.
 
-    The class methods, except `max_words`, handle sequences and run on rank 0. The instance methods handle batches on
-    the device, and run on every rank.
+    The class methods, except `max_words`, run on rank 0, and the instance methods on every rank.
     """
 
     fields: tuple[str, ...] = ()  # numeric parameters of a registered feature; 0 means not asked for

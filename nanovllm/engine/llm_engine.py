@@ -38,13 +38,11 @@ class LLMEngine:
 
     `generate` returns complete answers, and `stream` yields pieces of answers as they arrive. Callers that run the
     engine loop themselves use `add_request`, `step`, `abort` and `is_finished`. All methods are thread-safe, and each
-    caller gets only the outputs of its requests. A background thread runs the steps.
+    caller gets only the outputs of its requests.
 
     If a step fails, all requests are dropped, and every waiting caller gets a RuntimeError whose `__cause__` is the
-    step's error. After a failed step, an engine with one rank stays usable, but an engine with several ranks is closed.
-    If another rank has failed, the error names that rank.
-
-    An engine is a context manager. `exit` frees its memory. `startup_seconds` contains the time of each startup phase.
+    step's error. An engine with one rank stays usable, and an engine with several ranks is closed. An engine is a
+    context manager, and `exit` frees its memory.
     """
 
     @takes_settings_of(Config)
@@ -71,7 +69,6 @@ class LLMEngine:
         self.startup_seconds = startup.seconds
         if self.tokenizer.eos_token_id is not None:
             self.config.resolve(eos=self.tokenizer.eos_token_id)
-            self.scheduler.eos = self.config.eos
         # the thread starts only now: the caller's thread loads the model, so that Ctrl-C can end it
         self.engine_thread = EngineThread(self.core)
         weakref.finalize(self, self.engine_thread.exit)  # registered first, so that a started thread always ends
@@ -90,12 +87,11 @@ class LLMEngine:
         """Return the answers to one or more prompts, in the order of the prompts.
 
         A prompt is a string, a list of token ids, a dict with `prompt` or `prompt_token_ids`, or a conversation.
-        `sampling_params` is one object for all prompts or a list with one object per prompt. None selects the
-        parameters that the model recommends. `priority` contains one integer per prompt: see `add_request`.
-        `lora_request` is one adapter for all prompts, or a list with one entry (an adapter or None) per prompt.
+        `sampling_params` and `lora_request` (an adapter or None) are one object for all prompts, or a list with one per
+        prompt. By default, the model recommends the sampling parameters. `priority` is a list: see `add_request`.
 
-        If a prompt is invalid, `generate` queues no prompt, and raises ValueError or TypeError, as `add_request` does.
-        Ctrl-C drops the requests of this call. `use_tqdm` shows a progress bar on a terminal or in a notebook.
+        If a prompt is invalid, no prompt is queued: see `add_request` for the errors. Ctrl-C drops the requests of this
+        call. `use_tqdm` shows a progress bar on a terminal or in a notebook.
         """
         requests = self.input_processor.requests(
             prompts, sampling_params, OutputKind.FINAL_ONLY, priority=priority, lora_request=lora_request
@@ -103,7 +99,7 @@ class LLMEngine:
         return self._run(requests, use_tqdm)
 
     def _run(self, requests: list[Any], use_tqdm: bool, desc: str = "Generating") -> list[Any]:
-        """Submit requests, wait until all have ended, and return their outputs in the order of the requests."""
+        """Submit requests, and return their outputs in the order of the requests."""
         outputs: dict[int, Any] = {}
         collector = OutputCollector(OutputKind.FINAL_ONLY, max_seconds=PROGRESS_SECONDS if use_tqdm else inf)
         submission = Submission(self.engine_thread, requests, collector)
@@ -243,7 +239,7 @@ class LLMEngine:
 
 
 class Stopwatch:
-    """Measures consecutive phases. `part_done(name)` ends a phase, and stores its duration in `seconds[name]`."""
+    """Measures consecutive phases, each of which `part_done` ends."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}

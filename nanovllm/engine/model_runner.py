@@ -18,7 +18,7 @@ from nanovllm.engine.features import FEATURES, Arrays, StepFeature
 from nanovllm.engine.forward_output import ForwardOutput, PendingStep, SamplerInput
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence
-from nanovllm.kernels.sampling.sampling_columns import params_rows, seeds_of, temperatures_of
+from nanovllm.kernels.sampling.sampling_columns import params_rows, seeds_of
 from nanovllm.layers.sampler import Sampler, SamplingRows, logit_cutoffs
 from nanovllm.models import make_model
 from nanovllm.utils.context import get_context, reset_context, set_context
@@ -32,11 +32,7 @@ MIN_MIXED_TOKENS = 64  # the least `max_num_mixed_tokens`, even on a slow device
 
 
 class ModelRunner:
-    """Loads the model, owns the KV cache, and runs one step at a time. The host provides each step's tokens.
-
-    Subclasses can overlap consecutive steps, or run steps on several ranks. The code in runners.py chooses the runner's
-    class.
-    """
+    """Loads the model, owns the KV cache, and runs one step at a time. runners.py chooses this class or a subclass."""
 
     budget_name = "the budget on a CPU is"  # for error messages about the cache size
 
@@ -77,11 +73,7 @@ class ModelRunner:
         return backend_class(self.config.attention_backend)()
 
     def make_tables(self) -> None:
-        """Allocate per-request tables on the device. Subclasses may override this.
-
-        When this method is called, the model is loaded, and `cache_groups` contains its layers. The KV cache is
-        allocated later.
-        """
+        """Allocate tables of requests in subclasses, after the model is loaded, and before the cache is allocated."""
 
     def warm_up(self, part_done: Callable[[str], None]) -> None:
         """Choose the cache's size, allocate the cache, and prepare the device for the first step."""
@@ -107,7 +99,7 @@ class ModelRunner:
         return self.milliseconds_per_token
 
     def capture_cudagraph(self) -> None:
-        """Do nothing. The CUDA runner overrides this method to capture steps in CUDA graphs."""
+        """Capture steps in CUDA graphs, in subclasses."""
 
     def on_device(self) -> AbstractContextManager:
         """Suspend the caller's autocast, because it would change dtypes. On CUDA, also make the device current."""
@@ -115,10 +107,7 @@ class ModelRunner:
         return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
     def size_kv_cache(self, available: int) -> None:
-        """Set `num_kvcache_blocks` so that the cache fills `available` bytes.
-
-        Raises ValueError if the longest sequence does not fit.
-        """
+        """Set `num_kvcache_blocks` so that the cache fills `available` bytes, or raise ValueError."""
         config, state_bytes = self.config, self.cache_bytes(num_blocks=0)
         block_bytes = self.cache_bytes(num_blocks=1) - state_bytes
         num_blocks = self.min_of_ranks((available - state_bytes) // block_bytes)
@@ -127,10 +116,9 @@ class ModelRunner:
         config.resolve(num_kvcache_blocks=num_blocks)
 
     def size_mixed_steps(self, milliseconds_per_token: float) -> None:
-        """Set `max_num_mixed_tokens` to the number of tokens that `max_mixed_step_ms` allows."""
+        """Set `max_num_mixed_tokens` to the tokens that `max_mixed_step_ms` allows, in whole GEMM tiles."""
         num_fitting = int(self.config.max_mixed_step_ms / milliseconds_per_token)
         num_tokens = self.min_of_ranks(max(MIN_MIXED_TOKENS, num_fitting))  # all ranks capture the same graphs
-        # whole GEMM tiles, because the rest of a tile would be padding
         self.config.resolve(max_num_mixed_tokens=num_tokens // 1024 * 1024 or num_tokens // 64 * 64)
 
     def min_of_ranks(self, number: int) -> int:
@@ -165,7 +153,7 @@ class ModelRunner:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Set the context of a step with prompts. Return the step's token ids and positions, each [T] int32.
 
-        The first `num_decodes` rows are decode rows. A row that is a Sequence is converted by `ScheduledSequence.of`.
+        The first `num_decodes` rows are decode rows.
         """
         rows = [x if isinstance(x, ScheduledSequence) else ScheduledSequence.of(x) for x in rows]
         block_size = self.config.kvcache_block_size
@@ -211,25 +199,21 @@ class ModelRunner:
         return self.int_tensor(input_ids), self.int_tensor(positions)
 
     def prepare_block_tables(self, seqs: list[Sequence]) -> torch.Tensor:
-        """Return an int32 tensor [B, W]: the cache block ids of each sequence, padded with zeros."""
+        """Return the block ids of each sequence, padded with zeros: [B, W] int32."""
         width = max(len(seq.block_table) for seq in seqs)
         return self.int_tensor([seq.block_table + [0] * (width - len(seq.block_table)) for seq in seqs])
 
     def prepare_sample(self, seqs: list[Sequence]) -> torch.Tensor:
-        """Return the temperatures as a float32 tensor [S]. A temperature of 0 means greedy sampling."""
-        return torch.tensor(temperatures_of(seqs), dtype=torch.float32, device=self.device)
+        """Return the temperatures [S] float32, with 0 for greedy sampling."""
+        return torch.tensor([seq.temperature for seq in seqs], dtype=torch.float32, device=self.device)
 
     def run_model(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Run the model, which stores keys and values in the cache. Also store the step's token ids in the cache.
-
-        Returns hidden states [T, hidden_size].
-        """
-        # padding has slot -1, which is the extra slot at the end
-        self.slot_token_ids[get_context().slot_mapping] = input_ids
+        """Store the step's token ids next to its keys and values, and return hidden states [T, hidden_size]."""
+        self.slot_token_ids[get_context().slot_mapping] = input_ids  # padding's slot -1 is the extra slot at the end
         return self.model(input_ids, positions)
 
     def sampler_input(self, hidden_states: torch.Tensor, positions: torch.Tensor, step: ScheduledStep) -> SamplerInput:
-        """Return the sampler's input, which describes the last token of each sampled row."""
+        """Select the last token of each sampled row."""
         context, req_indices = get_context(), self.int_tensor([seq.req_index for seq in step.sampled_seqs])
         if not context.is_prefill:
             return SamplerInput(hidden_states, req_indices, positions, context.block_tables)
@@ -292,9 +276,7 @@ class ModelRunner:
         return host_arrays
 
     def prepare_features(self, step: ScheduledStep) -> dict[str, Arrays]:
-        """Return a dict that maps the name of each feature of a step to the feature's arrays. Names are sorted to make
-        runs repeatable.
-        """
+        """Return the arrays of each feature of a step, in an order that does not depend on the run."""
         prepared = {name: FEATURES[name].load().prepare(step) for name in sorted(step.feature_names)}
         return {name: arrays for name, arrays in prepared.items() if arrays is not None}
 
@@ -324,17 +306,16 @@ class ModelRunner:
         return model.eval()
 
     def make_model(self) -> nn.Module:
-        """Make this rank's model, without weights. Subclasses may override this."""
+        """Make this rank's model, without weights."""
         return make_model(self.config.model_config, self.config.max_model_len, self.tp)
 
     def fuse_layers(self, model: nn.Module) -> None:
-        """Replace layers with fused forms. Subclasses may override this."""
+        """Replace layers with fused forms, in subclasses."""
 
     def allocate_kv_cache(self, num_blocks: int, num_layers: int | None = None) -> None:
         """Allocate the cache tensors of each group of layers, and assign each layer its part.
 
-        If `num_layers` is 1, all layers of a group share one part. One shared part is enough for steps whose results do
-        not matter.
+        With `num_layers` = 1, all layers of a group share one part, for steps whose results do not matter.
         """
         for spec, layers in self.cache_groups.items():
             # zeros, because attention multiplies masked slots by 0, and a NaN there would spread
@@ -343,13 +324,11 @@ class ModelRunner:
             for i, layer in enumerate(layers):
                 parts = [tensor[:, i % tensor.shape[1]] for tensor in self.caches[spec]]
                 layer.cache = layer.cache_spec().make(parts, self.config)  # equal to `spec`, except for sinks
-        # token ids by cache slot; the extra slot is for padding
-        num_slots = num_blocks * self.config.kvcache_block_size
-        self.slot_token_ids = torch.zeros(num_slots + 1, dtype=torch.int32, device=self.device)
+        num_slots = num_blocks * self.config.kvcache_block_size + 1  # the last is for padding
+        self.slot_token_ids = torch.zeros(num_slots, dtype=torch.int32, device=self.device)
 
     def zeros(self, like: torch.Tensor) -> torch.Tensor:
-        """Allocate zeros with the shape and dtype of a tensor on the meta device."""
-        # NumPy's zeros use no memory until they are written
+        """Allocate zeros like a tensor on the meta device. NumPy's zeros take no memory until they are written."""
         return torch.from_numpy(np.zeros(like.nbytes, np.uint8)).view(like.dtype).view(like.shape).to(self.device)
 
     def cache_bytes(self, num_blocks: int) -> int:

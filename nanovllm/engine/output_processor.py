@@ -37,13 +37,15 @@ class OutputProcessor:
         """Deliver a step's outputs to the callers. `changed` comes from `Scheduler.postprocess`."""
         num_prefilled = sum(step.chunk_lens)
         num_decoded = step.num_decodes if result.counts is None else sum(result.counts[: step.num_decodes])
-        self._deliver(changed, num_prefilled, num_decoded)
+        for collector in self.collectors:
+            collector.new.num_prefill_tokens += num_prefilled
+            collector.new.num_decode_tokens += num_decoded
+        self._deliver(changed)
 
     def release_held(self) -> None:
-        if self.scheduler.held:
-            self._deliver(resume_done(self.scheduler))
+        self._deliver(resume_done(self.scheduler))
 
-    def _deliver(self, seqs: Collection[Sequence], num_prefill_tokens: int = 0, num_decode_tokens: int = 0) -> None:
+    def _deliver(self, seqs: Collection[Sequence]) -> None:
         """Tell the requests of `seqs` about new tokens, pauses and ends. Hand the outputs to all callers."""
         changed: dict[int, Request] = {}
         for seq in seqs:
@@ -57,7 +59,7 @@ class OutputProcessor:
             if request.is_finished:
                 self._finish(request)
         for collector in [*self.collectors]:
-            self._hand_over(collector, num_prefill_tokens, num_decode_tokens)
+            self._hand_over(collector)
 
     def abort(self, request_id: int) -> None:
         if (request := self.requests.get(request_id)) is not None:
@@ -89,7 +91,7 @@ class OutputProcessor:
         del self.requests[request.request_id]
         request.collector.end(request.request_id)
 
-    def _hand_over(self, collector: OutputCollector, num_prefill_tokens: int = 0, num_decode_tokens: int = 0) -> None:
-        collector.put(num_prefill_tokens, num_decode_tokens)
+    def _hand_over(self, collector: OutputCollector) -> None:
+        collector.put()
         if not collector.live:
             self.collectors.discard(collector)

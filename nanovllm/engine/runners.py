@@ -32,12 +32,7 @@ def make_runner(config: Config, part_done: Callable[[str], None], tp: TensorPara
 
 
 def is_plain(config: Config) -> bool:
-    """Return whether the plain ModelRunner can compute the engine's steps.
-
-    The plain ModelRunner computes one step at a time, on one rank. The runner samples one token per sequence, and its
-    cache has only keys and values, in one block table. The runner does not support adapters, images, pooling, `sleep`
-    or `swap_space`.
-    """
+    """Return whether the plain ModelRunner can compute the engine's steps."""
     model = config.model_config
     overlaps = config.async_scheduling or config.tensor_parallel_size > 1
     needs_tables = config.tokens_per_row > 1 or model.keeps_states or model.max_table_views or config.enable_lora

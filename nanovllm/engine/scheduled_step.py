@@ -25,36 +25,24 @@ class ScheduledSequence(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ScheduledStep:
-    """A scheduled step, which consists of decode rows, followed by prefill chunks.
+    """A scheduled step: decode rows of one token (or, with drafts, several tokens), then chunks of prompts.
 
-    A decode row contains one token or, with drafts, up to `tokens_per_row` tokens.
-
-    decodes: the rows of the sequences that decode. If tokens are drafted, the `end` of a row is an upper bound.
-    new_blocks: a triple (index into `decodes`, column in the block table, block id) for each block that a decode row
-        gets.
-    chunks: the rows that compute part or all of a prompt. After a preemption, chunks also recompute generated tokens.
-    state_rows: for each chunk, the row of its initial state. Only layers with a state (cache/state.py) read the row of
-        the initial state.
-    sampled_seqs: the sequences that get a token from this step. Decoding sequences come first.
-    sampled_rows: the row to sample from for each sequence in `sampled_seqs`. Row indices are in ascending order.
-        Answers to one prompt share a row if they are admitted together.
-    feature_names: the features that must do work on the host in this step.
-    copies: a dict that maps the target of each copy to its source. Cache blocks and states are copied before the step
-        stores keys and values.
-    tokens_per_row: the number of tokens in the longest decode row. Without drafts, `tokens_per_row` is 1.
-    scheduled_at: the value of `time.perf_counter` when scheduling began.
+    sampled_rows: the row to sample from for each of `sampled_seqs`, in ascending order. Answers to one prompt share a
+        row if they are admitted together.
     """
 
-    decodes: list[ScheduledSequence] = field(default_factory=list)
-    new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
-    chunks: list[ScheduledSequence] = field(default_factory=list)
-    state_rows: list[int] = field(default_factory=list)
-    sampled_seqs: list[Sequence] = field(default_factory=list)
+    decodes: list[ScheduledSequence] = field(default_factory=list)  # with drafts, each `end` is an upper bound
+    new_blocks: list[tuple[int, int, int]] = field(default_factory=list)  # (index in `decodes`, column, block id)
+    chunks: list[ScheduledSequence] = field(
+        default_factory=list
+    )  # of prompts and, after a preemption, of generated tokens
+    state_rows: list[int] = field(default_factory=list)  # of each chunk's initial state: see cache/state.py
+    sampled_seqs: list[Sequence] = field(default_factory=list)  # those that get a token; decoding sequences first
     sampled_rows: list[int] = field(default_factory=list)
-    feature_names: set[str] = field(default_factory=set)
-    copies: dict[int, int] = field(default_factory=dict)
-    tokens_per_row: int = 1
-    scheduled_at: float = field(default_factory=perf_counter)
+    feature_names: set[str] = field(default_factory=set)  # features with work on the host
+    copies: dict[int, int] = field(default_factory=dict)  # target -> source block or state, copied before the step
+    tokens_per_row: int = 1  # of the longest decode row
+    scheduled_at: float = field(default_factory=perf_counter)  # when scheduling began
 
     @property
     def num_decodes(self) -> int:
@@ -102,7 +90,6 @@ class ScheduledStep:
 
     @property
     def kind(self) -> str:
-        """The kind of step: "decode" (no chunks), "prefill" (only chunks) or "mixed"."""
         if not self.chunks:
             return "decode"
         return "mixed" if self.num_decodes else "prefill"
@@ -120,14 +107,8 @@ class ScheduledStep:
 
 
 class StepResult(NamedTuple):
-    """The result of a step, after it was copied to the host.
+    """The result of a step on the host."""
 
-    token_ids: `tokens_per_row` ids for each sequence in the step's `sampled_seqs`.
-    feature_results: a dict that maps feature names to the features' results.
-    counts: for each sequence, how many of the sequence's ids in `token_ids` are valid. If `counts` is None, each
-        sequence has one valid id.
-    """
-
-    token_ids: list[int]
-    feature_results: dict[str, Any]
-    counts: list[int] | None = None
+    token_ids: list[int]  # `tokens_per_row` for each of `sampled_seqs`
+    feature_results: dict[str, Any]  # by feature name
+    counts: list[int] | None = None  # with drafts, how many of each sequence's ids are valid

@@ -23,22 +23,17 @@ MAX_COUNTED_PROMPTS = 64  # at most this many waiting prompts are counted to siz
 class Scheduler:
     """Implements continuous batching.
 
-    A mixed step decodes one token for each running sequence, and computes chunks of prompts. Prompts are computed in
-    the order of `Sequence.order`, within the limits of the step's TokenBudget. A full engine admits new sequences in
-    groups (see AdmissionPause). `schedule` may be called before the tokens of the previous step have arrived. Sequences
-    that must wait for their tokens are left out of the new step.
-
-    The answers to one prompt (`Sequence.group`) are queued together. The first answer is admitted when all answers fit,
-    or when nothing else runs. The other answers that fit share the first answer's blocks. Answers that do not fit are
-    admitted later, and find the prompt in the prefix cache.
+    A mixed step decodes one token for each running sequence, and computes chunks of prompts in the order of
+    `Sequence.order`, within a TokenBudget. A full engine admits new sequences in groups (see AdmissionPause).
+    `schedule` may be called before the tokens of the previous step have arrived: sequences that must wait for their
+    tokens are left out. forks.py explains several answers to one prompt (`Sequence.group`).
     """
 
     make_queue: Callable[[], WaitingQueue] = WaitingQueue  # lora/ replaces it
     task = "generate"
 
     def __init__(self, config: "Config", block_manager: BlockManager | None = None):
-        """`config` must be resolved. `block_manager`, if given, is used instead of a plain BlockManager."""
-        self.eos = config.eos  # the tokenizer's end-of-sequence id, which is not reported as a stop reason
+        self.config = config
         self.eos_token_ids: frozenset[int] = config.model_config.eos_token_ids
         self.block_manager = block_manager or BlockManager(
             config.num_kvcache_blocks or 0, config.kvcache_block_size, config.enable_prefix_caching
@@ -79,8 +74,7 @@ class Scheduler:
     def schedule(self, prompts_first: bool = False) -> ScheduledStep | None:
         """Return the next step, or None if no step is possible before the tokens in flight have arrived.
 
-        prompts_first: do not decode while prompts can be computed. If prompts come first, the requests take less time
-        in total. Raises RuntimeError if the number of cache blocks is not known yet.
+        prompts_first: do not decode while prompts can be computed, which takes less time in total.
         """
         if not self.block_manager.num_blocks:
             raise RuntimeError("num_kvcache_blocks is not known: make a ModelRunner with this Config first, or set it")
@@ -93,9 +87,9 @@ class Scheduler:
         else:
             self.schedule_decodes(step)
             self.schedule_chunks(step, is_mixed=self._decodes_soon(step))
-        if not (step.num_decodes or step.chunks) and any(seq.is_paused for seq in self.running.values()):
+        if not (step.decodes or step.chunks):
             forks.preempt_paused(self, step)
-        if not (step.num_decodes or step.chunks):
+        if not (step.decodes or step.chunks):
             self.block_manager.copies = step.copies
             return None
         watched = [seq for seq in step.sampled_seqs if seq.is_watched]
@@ -124,21 +118,16 @@ class Scheduler:
         step.decode(rows)
 
     def _ready(self) -> list[ScheduledSequence]:
-        """Return a row for each running sequence that can decode.
-
-        Rows with long contexts come first. The short rows at the end help to balance the load of attention. Sequences
-        of equal length stay in the order in which they began to decode.
-        """
+        """Return a row for each running sequence that can decode, the longest first, to balance attention's load."""
         ready = [seq for seq in self.running.values() if seq.num_tokens < seq.token_limit]
         ready.sort(key=attrgetter("num_tokens"), reverse=True)
         return self.decode_rows(ready)
 
     def decode_rows(self, seqs: list[Sequence]) -> list[ScheduledSequence]:
-        """Return a row for each sequence, with the sequence's newest token."""
         return [ScheduledSequence(seq, seq.num_tokens - 1, seq.num_tokens) for seq in seqs]
 
     def schedule_chunks(self, step: ScheduledStep, is_mixed: bool = False) -> None:
-        """Schedule chunks of partly computed prompts and of newly admitted prompts, in order."""
+        """Schedule chunks of partly computed and newly admitted prompts, in order."""
         budget = self.budget
         if is_mixed:
             seqs = (*self.prefilling.values(), *islice(self.waiting, MAX_COUNTED_PROMPTS))
@@ -166,7 +155,6 @@ class Scheduler:
             self._schedule_chunk(seq, end, step)
 
     def chunk_end(self, budget: TokenBudget, seq: Sequence, others_wait: bool) -> int:
-        """Return where the next chunk of `seq` ends."""
         end = budget.chunk_end(seq.num_computed_tokens, seq.num_tokens, others_wait)
         return self.block_manager.reserve_chunk(seq, end)
 
@@ -182,8 +170,7 @@ class Scheduler:
     def _schedule_chunk(self, seq: Sequence, end: int, step: ScheduledStep) -> None:
         step.chunks.append(ScheduledSequence(seq, seq.num_computed_tokens, end))
         step.state_rows.append(self.block_manager.state_row(seq))
-        seq.num_scheduled_tokens = end - seq.num_computed_tokens
-        seq.num_computed_tokens = end
+        seq.num_scheduled_tokens, seq.num_computed_tokens = end - seq.num_computed_tokens, end
         self.block_manager.hash_blocks(seq, end)
         if end == seq.num_tokens:
             self.start_decoding(seq, step)
@@ -191,7 +178,7 @@ class Scheduler:
                 forks.start_others(self, seq, step)
 
     def start_decoding(self, seq: Sequence, step: ScheduledStep) -> None:
-        """Sample a token for `seq` from the step's last row, which completes the prompt. Later steps decode `seq`."""
+        """Sample a token for `seq` from the step's last row, which completes the prompt."""
         self.prefilling.pop(seq.key, None)
         self.running[seq.key] = seq
         step.add_sampled(seq)
@@ -202,7 +189,7 @@ class Scheduler:
         return len(self.running) + len(self.prefilling)
 
     def num_others(self, seq: Sequence) -> int:
-        """Return how many other sequences would run if `seq` were admitted."""
+        """Return how many others would run with `seq`."""
         return self.num_running + (forks.num_later_answers(self, seq) if len(seq.group) > 1 else 0)
 
     def _admit(self, seq: Sequence) -> bool:
@@ -250,19 +237,14 @@ class Scheduler:
         self.num_preemptions += 1
 
     def postprocess(self, step: ScheduledStep, result: StepResult) -> Collection[Sequence]:
-        """Append the tokens of a step to their sequences, run features, and end sequences.
-
-        Return the sequences with `is_watched` that got a token, and all sequences that ended. The beam search itself
-        appends the tokens of beams.
-        """
+        """Append a step's tokens, run features, and end sequences. Return the ended and the watched sequences."""
         arrived, ends = self.append_tokens(step.sampled_seqs, result.token_ids)
         return self.run_features(step, result, arrived, ends)
 
     def append_tokens(self, seqs: list[Sequence], token_ids: list[int]) -> tuple[dict[int, Sequence], Ends]:
         """Append each token to its sequence, unless the sequence has ended or has `pauses_after_token` set.
 
-        Return (arrived, ends). `arrived` maps indices in `token_ids` to sequences with `is_watched`. `ends` contains
-        the sequences that must end.
+        Return the watched sequences by index in `token_ids`, and the sequences that must end.
         """
         arrived, ends, num_late = dict[int, Sequence](), Ends(), 0
         block_size = self.block_manager.block_size
@@ -282,7 +264,7 @@ class Scheduler:
             # already computes the newest token. Otherwise, only the tokens before it are computed: hence `<= 1`.
             if len(seq.token_ids) % block_size <= 1:
                 self.block_manager.hash_blocks(seq, seq.num_computed_tokens)
-            if reasons := seq.finish_reasons(self.eos_token_ids, self.eos):
+            if reasons := seq.finish_reasons(self.eos_token_ids, self.config.eos):
                 ends[seq] = reasons
         self.totals["output_tokens"] += len(seqs) - num_late
         return arrived, ends
@@ -305,8 +287,7 @@ class Scheduler:
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence, whatever its state. Only this method ends sequences.
 
-        A step in flight might still write to the sequence's blocks. Freeing the blocks of an ended sequence is safe:
-        the device runs steps in order, so the next owner of the blocks writes later.
+        Its blocks can be freed while a step in flight writes to them, because their next owner writes later.
         """
         self.waiting.discard(seq)
         self.held.pop(seq, None)

@@ -1,8 +1,7 @@
-"""An operation is a function that is defined in plain PyTorch. On some devices, a kernel replaces the definition.
+"""An operation is a function that is defined in plain PyTorch, next to code that calls it.
 
-The definition of an operation is next to code that calls it, mostly in `layers/`. On CUDA, the Triton kernels listed in
-`ops.py` replace the definitions. On a CPU, functions in `layers/cpu_ops.py` replace a few definitions. `register_ops`
-adds a table of replacements for another device.
+On CUDA, the Triton kernels listed in `ops.py` replace the definitions. On a CPU, functions in `layers/cpu_ops.py`
+replace a few. `register_ops` adds a table of replacements for another device.
 """
 
 import importlib.util

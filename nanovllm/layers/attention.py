@@ -12,10 +12,7 @@ from nanovllm.utils.context import get_context
 
 @operation
 def store_kvcache(k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
-    """Write keys and values [T, kv_heads, head_dim] to their cache slots [T].
-
-    Slots must not be negative. For padding tokens, which are not stored, device kernels also accept slot -1.
-    """
+    """Write keys and values [T, kv_heads, head_dim] to cache slots [T]. Device kernels skip slot -1, for padding."""
     cache.store_kvcache(slot_mapping.long(), k, v)
 
 
@@ -48,10 +45,7 @@ class Attention(nn.Module):
         return AttentionSpec(self.num_kv_heads, self.head_dim, self.window, self.scale, self.soft_cap, self.sinks)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Map q [T, num_heads, head_dim] and k and v [T, num_kv_heads, head_dim] to [T, num_heads * head_dim].
-
-        Keys and values are stored first, because attention reads only the cache.
-        """
+        """Store k and v [T, num_kv_heads, head_dim]. Map q [T, num_heads, head_dim] to [T, num_heads * head_dim]."""
         context = get_context().of_table(self.table)
         store_kvcache(k, v, self.cache, context.slot_mapping)
         return self.backend.attend(q, self.cache, context).flatten(1)

@@ -16,20 +16,13 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def padded_rows(num_rows: int) -> int:
-    """Round up a number of rows that is above 64. A number from 65 to 128 becomes a multiple of 8.
-
-    A number from 129 to 256 becomes a multiple of 16, and so on. Numbers above 2,048 become multiples of 256.
-    """
+    """Round up: from 65 to a multiple of 8, from 129 to a multiple of 16, and so on up to multiples of 256."""
     step = 1 if num_rows <= 64 else min(256, 1 << ((num_rows - 1).bit_length() - 4))
     return -(-num_rows // step) * step
 
 
 def attend_one_token(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, spec):
-    """If the CPU has AMX, compute a pair of bfloat16 heads one by one.
-
-    With AMX, computing heads one by one takes 0.4 to 0.7 times as long as computing both heads together. Without AMX,
-    computing heads one by one takes 1.6 to 8 times as long.
-    """
+    """With AMX, compute pairs of bfloat16 heads one by one, which takes 0.4 to 0.7 times as long as together."""
     has_amx_pairs = q.shape[2] == 2 and q.dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported()
     if spec.is_special or not has_amx_pairs:
         return NotImplemented
@@ -39,10 +32,6 @@ def attend_one_token(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: to
 
 
 def philox(c0, c1, c2, c3, k0, k1, rounds: int = sampler.PHILOX_ROUNDS) -> tuple[torch.Tensor, ...]:
-    """Compute Philox in NumPy.
-
-    With hundreds of counters, NumPy takes a third of PyTorch's time. With more counters, NumPy is not slower than
-    PyTorch.
-    """
+    """Compute Philox in NumPy, which takes a third of PyTorch's time with hundreds of counters."""
     words = (word.numpy() for word in (c0, c1, c2, c3, k0, k1))
     return tuple(map(torch.as_tensor, sampler.philox.__wrapped__(*words, rounds)))  # the definition

@@ -47,10 +47,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ScaledEmbedding(VocabParallelEmbedding):
-    """Multiplies the embeddings of an existing layer by a factor.
-
-    This layer and the existing layer share one weight.
-    """
+    """Multiplies the embeddings of an existing layer, whose weight it shares, by a factor."""
 
     def __init__(self, embedding: VocabParallelEmbedding, factor: float):
         nn.Module.__init__(self)  # the base class would allocate another weight

@@ -31,10 +31,7 @@ class RMSNorm(nn.Module):
         return rms_norm(total, self.weight, self.eps), total
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None):
-        """Return the norm of x [..., hidden_size].
-
-        If `residual` is given, return the norm of `x + residual`, and `x + residual` itself.
-        """
+        """Return the norm of x [..., hidden_size] or, with a residual, the norm of `x + residual`, and this sum."""
         return self.rms_forward(x) if residual is None else self.add_rms_forward(x, residual)
 
 
@@ -44,10 +41,7 @@ def add_and_norm(norm: nn.Module, x: torch.Tensor, residual: torch.Tensor | None
 
 
 class ZeroCenteredRMSNorm(RMSNorm):
-    """RMSNorm for checkpoints that store `weight - 1`.
-
-    The weight is float32, because 16-bit values are too coarse near 1.
-    """
+    """RMSNorm for checkpoints that store `weight - 1`. The weight is float32, because 16 bits are too coarse."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-6):
         super().__init__(hidden_size, eps)

@@ -20,29 +20,26 @@ class LinearBase(nn.Module):
     """Computes x W^T + b. The weight [outputs, inputs] and bias [outputs] are this rank's parts."""
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False):
-        """Sizes are per rank."""
         super().__init__()
         self.tp = get_construction().tp
         self.weight = parameter((output_size, input_size), self.weight_loader, is_linear=True)
         self.bias = parameter((output_size,), self.weight_loader, is_linear=True) if bias else None
 
     def shard_ids(self) -> list[tuple]:
-        """Return the shard ids of the checkpoint weights that this layer merges. An unmerged weight has an empty id."""
+        """Return the shard ids of the merged checkpoint weights. A single weight has an empty id."""
         return [()]
 
     def shard(self, *shard_id: int | str) -> Shard:
         raise NotImplementedError
 
     def weight_loader(self, param: torch.Tensor, loaded_weight, *shard_id: int | str) -> torch.Tensor:
-        """Copy this rank's part of a checkpoint weight or bias. Return the part of `param` that was filled."""
         return self.shard(*shard_id).copy(param, loaded_weight)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Compute x W^T + bias. Quantized layers in quantization/ override this method."""
+        """Compute x W^T + bias. Quantized layers override this method."""
         return linear(x, self.weight, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map x [T, inputs] to [T, outputs]."""
         return self.multiply(x, self.bias)
 
 
@@ -58,7 +55,7 @@ class ReplicatedLinear(LinearBase):
 
 
 class MergedColumnParallelLinear(LinearBase):
-    """Merges several layers that read the same input. Each rank computes an equal share of each layer's outputs."""
+    """Merges layers with the same input. Each rank computes an equal share of each layer's outputs."""
 
     def __init__(
         self,
@@ -67,7 +64,7 @@ class MergedColumnParallelLinear(LinearBase):
         bias: bool = False,
         divisions: list[TensorParallel] | None = None,
     ):
-        """divisions: how each layer is split over ranks. By default, each layer is split over all ranks."""
+        """divisions: how each layer is split over ranks, by default over all."""
         self.input_size, self.output_sizes = input_size, output_sizes
         self.divisions = divisions or [get_construction().tp] * len(output_sizes)
         pairs = zip(self.divisions, output_sizes)
@@ -94,16 +91,12 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
-    """Merges the query, key and value projections, and splits them by heads. If there are fewer key-value heads than
-    ranks, several ranks share a head."""
+    """Merges the query, key and value projections, and splits them by heads. Ranks may share a key-value head."""
 
     def __init__(
         self, hidden_size: int, head_size: int, num_heads: int, num_kv_heads: int | None = None, bias: bool = False
     ):
-        """The numbers of heads in the arguments are totals over all ranks.
-
-        The attributes `num_heads` and `num_kv_heads` are per rank.
-        """
+        """The arguments count the heads of all ranks, and the attributes those of this rank."""
         num_kv_heads, tp = num_kv_heads or num_heads, get_construction().tp
         kv_tp = tp.for_heads(num_kv_heads)
         local = tp.shard_size("query heads", num_heads), kv_tp.shard_size("key-value heads", num_kv_heads)
@@ -116,7 +109,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
 
 class RowParallelLinear(LinearBase):
-    """A linear layer. Each rank reads a slice of the input features, and the ranks' results are summed."""
+    """Each rank reads a slice of the input features, and the ranks' results are summed."""
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False):
         self.input_size, self.output_size = input_size, output_size
@@ -126,6 +119,5 @@ class RowParallelLinear(LinearBase):
         return Shard((self.output_size, self.input_size), columns=self.tp.local_slice(self.input_size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map this rank's inputs [T, inputs] to outputs [T, outputs]. The outputs are equal on all ranks."""
         bias = self.bias if self.tp.rank == 0 else None  # the sum over ranks must contain the bias once
         return self.tp.all_reduce(self.multiply(x, bias))

@@ -18,12 +18,11 @@ def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
 class RotaryEmbedding(nn.Module):
     """Rotates the first N numbers of every head. The angle of pair `i` is `position * inv_freq[i]`.
 
-    All layers share one float32 table [max_position, N]. Each row belongs to one position, and contains the cosines,
-    then the sines.
+    All layers share one float32 table [max_position, N] of cosines, then sines.
     """
 
     def __init__(self, inv_freq: tuple[float, ...], scale: float, max_position: int):
-        """`scale` multiplies the cosines and sines. Only YaRN and LongRoPE use a `scale` other than 1."""
+        """`scale` multiplies cosines and sines, in YaRN and LongRoPE."""
         super().__init__()
         positions = torch.arange(max_position, dtype=torch.float32)
         angles = torch.outer(positions, torch.tensor(inv_freq, dtype=torch.float32))

@@ -1,14 +1,6 @@
 """Samples the next token of each row from its logits, with the filters min-p, top-k and top-p.
 
-As in vLLM, logits are edited in this order:
-
-1. Logit biases are added, and `min_tokens` bans stop ids.
-2. Penalties are applied.
-3. Bans apply to bad words, and to all ids that the request or its structured output does not allow.
-4. Features that users registered edit the logits.
-5. Temperature, min-p, top-k and top-p are applied.
-
-features/logit_edits.py implements edits 1 to 3. By default, log-probabilities are computed from the unedited logits.
+Features (features/logit_edits.py) edit the logits first.
 
 Each rank draws a token from its part of the vocabulary, and the token with the highest score is used. Only min-p, top-k
 and top-p need complete rows of logits.
@@ -46,9 +38,8 @@ class Sampler(nn.Module):
     ) -> torch.Tensor:
         """Draw token ids [S] int32 from logits [S, shard]. Column 0 of the logits belongs to token `first_id`.
 
-        `temperatures` [S] is float32, and `positions` [S] is int32. `cutoffs` [S] is int64, and comes from
-        `logit_cutoffs`. `seeds` [S, 2] is int32. By default, PyTorch's generator draws the seeds. Tokens whose keys are
-        below the row's cutoff are never drawn.
+        `temperatures` [S] is float32, and `positions` [S] and `seeds` [S, 2] (by default random) are int32. `cutoffs`
+        [S] comes from `logit_cutoffs`: tokens with lower keys are never drawn.
         """
         if seeds is None:
             seeds = torch.randint(-(2**31), 2**31, (len(logits), 2), dtype=torch.int32, device=logits.device)
@@ -94,10 +85,7 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 @operation
 def philox(c0, c1, c2, c3, k0, k1, rounds: int = PHILOX_ROUNDS) -> tuple[torch.Tensor, ...]:
-    """Compute Philox4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
-
-    The counter (c0 to c3) and the key (k0 and k1) are int64 tensors of values below 2^32. Shapes are broadcast.
-    """
+    """Compute Philox4x32 (Salmon et al., SC 2011) from a counter c0 to c3 and a key k0, k1: int64, below 2^32."""
     for _ in range(rounds):
         x, y = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # modulo 2^64
         c0, c2 = (y >> 32 ^ c1 ^ k0) & _WORD, (x >> 32 ^ c3 ^ k1) & _WORD
@@ -107,11 +95,9 @@ def philox(c0, c1, c2, c3, k0, k1, rounds: int = PHILOX_ROUNDS) -> tuple[torch.T
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, quads: torch.Tensor) -> torch.Tensor:
-    """Return standard Gumbel noise [N, 4] float32.
+    """Return standard Gumbel noise [N, 4] float32 for the token ids 4 * q to 4 * q + 3 of each `q` in `quads` [N].
 
-    Each number `q` in `quads` [N] stands for the token ids 4 * q to 4 * q + 3. The noise depends only on the seed, the
-    position and the token id. Philox's key is the seed, and its counter is (token id // 4, position, 0, 0). Philox's
-    output word `token id % 4` becomes the token's noise.
+    The noise depends only on the seed (Philox's key), and the position and the token id (Philox's counter).
     """
     zero = torch.zeros_like(quads)
     words = philox(quads, positions.long(), zero, zero, *(seeds.long() & _WORD).unbind(-1))
@@ -123,9 +109,9 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, quads: torch.Tens
 def add_noise(
     scores: torch.Tensor, is_drawn: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, first_id: int
 ) -> torch.Tensor:
-    """Add noise to the `scores` [S, n] of the tokens that can win. Column 0 of `scores` belongs to token `first_id`.
+    """Add noise to the `scores` [S, n] of the tokens that can win, except in greedy rows.
 
-    Noise is between -2.9 and 22.9, so a token more than 26 below the best score can't win. Greedy rows get no noise.
+    Noise is between -2.9 and 22.9, so a token more than 26 below the best score can't win.
     """
     num_before = first_id % 4
     padding = num_before, -(num_before + scores.shape[1]) % 4
@@ -155,11 +141,7 @@ KEEPS_ALL = token_keys(*_LEAST_LIKELY).item()  # no token's key is below this cu
 
 
 class SamplingRows(NamedTuple):
-    """The rows of the S sequences that get a token in this step.
-
-    Token ids are cached in the same blocks as keys and values, so penalties also apply to the tokens of a cached
-    prefix. If a sequence is recomputed, its token ids are written again.
-    """
+    """The rows of the S sequences that get a token in this step. Token ids are cached in the blocks of their keys."""
 
     params: torch.Tensor  # [S, WIDTH] int32
     req_indices: torch.Tensor  # [S] int32

@@ -2,20 +2,11 @@
 
 A family is a module of this package, named after the `model_type` in config.json and imported on first use. The
 family's class has the architecture's name in transformers: the module `qwen3_moe` contains `Qwen3MoeForCausalLM`.
-`cls(config)` constructs a model from a ModelConfig, whose `max_position_embeddings` is the engine's maximum sequence
-length. CONTRIBUTING.md shows how to add a family. The class has:
+CONTRIBUTING.md shows how to add a family. The class has, besides what `Qwen3ForCausalLM` shows:
 
-- `read_config(raw, file)`: returns a dict of the fields of ModelConfig that the family sets. `raw` is the content of
-  config.json. If the class does not support the model, raises a ValueError that names `file`
-- `hidden_acts`: supported values of `hidden_act` in config.json
-- `packed_modules_mapping`: a dict that maps the name of a checkpoint's module to a pair: the merged module's name, and
-  the shard id in the merged module
-- `config`: the ModelConfig
-- `lm_head`: a ParallelLMHead
-- `model`, or `model.language_model`: a module with an `nn.ModuleList` named `layers`. On CUDA, the engine runs a few of
-  the layers when it starts
-- `forward(token_ids, positions)`: maps token ids [T] and positions [T] to hidden states [T, hidden_size]
-- `compute_logits(hidden_states)`: maps hidden states [S, hidden_size] to logits [S, vocabulary]
+- `read_config(raw, file)`: returns the fields of ModelConfig that the family reads from config.json (`raw`), or raises
+  a ValueError that names `file`
+- `model`, or `model.language_model`: has the `layers`, of which CUDA runs a few when it starts
 
 The class may have:
 
@@ -103,11 +94,7 @@ class ModelConfig:
 
     @classmethod
     def read(cls, folder: Path, quantization: str | None = None, raw: dict | None = None) -> "ModelConfig":
-        """Read the config.json in `folder`, or use `raw`, the file's content.
-
-        `quantization` is the engine's setting `quantization`. If the file is invalid or the model is not supported,
-        raises a ValueError or TypeError that names the file.
-        """
+        """Read the config.json in `folder`, or use `raw`, its content. Errors (ValueError, TypeError) name the file."""
         file = folder / "config.json"
         raw = raw or read_json(file)
         model_type = find_model_type(raw, file)
@@ -180,20 +167,16 @@ class ModelConfig:
 
     @property
     def context_of_equal_cost(self) -> float:
-        """The context length at which a layer's attention takes as long as the layer's matmuls.
-
-        Attention computes about two thirds as many operations per second as matmuls do.
-        """
-        if not self.attention_fraction:  # no layer attends to all tokens
-            return inf
-        return self.layer_operations / (4 * self.num_attention_heads * self.head_dim * self.attention_fraction * 1.5)
+        """The context length at which attention, at 2/3 of the speed of matmuls, takes as long as they do."""
+        operations_per_key = 1.5 * 4 * self.num_attention_heads * self.head_dim * self.attention_fraction
+        return self.layer_operations / operations_per_key if operations_per_key else inf
 
 
 def read_rope(raw: dict, head_dim: int, file: Path) -> tuple[tuple[float, ...], float, int, Any]:
     """Return ModelConfig's fields `rope_inv_freq`, `rope_scale`, `max_position_embeddings` and `rope_long`.
 
-    Transformers 5 writes RoPE's settings to `rope_parameters`. Older versions write `rope_theta` and `rope_scaling`.
-    `rope_scaling` overrides `rope_parameters`, because users add `rope_scaling` to enable longer contexts.
+    Transformers 5 writes `rope_parameters`, and older versions `rope_theta` and `rope_scaling`. `rope_scaling` comes
+    first, because users add it for longer contexts.
     """
     rope = {name: raw[name] for name in ("rope_theta", "partial_rotary_factor") if raw.get(name) is not None}
     for name in ("rope_parameters", "rope_scaling"):
@@ -225,7 +208,7 @@ def _eos_token_ids(file: Path, raw: dict, vocab_size: int) -> frozenset[int]:
 
 
 def dtype_in_use(wanted: str | torch.dtype, stored: torch.dtype, device: str, folder: Path) -> tuple[torch.dtype, str]:
-    """Return the engine's dtype. If `wanted` (the setting `dtype`) is "auto", also return why this dtype is used."""
+    """Return the engine's dtype and, if `wanted` is "auto", the reason."""
     if wanted != "auto":
         name = str(wanted).removeprefix("torch.")
         check_choice("dtype", name, ("auto", *DTYPES))
@@ -241,7 +224,7 @@ def dtype_in_use(wanted: str | torch.dtype, stored: torch.dtype, device: str, fo
 def cpu_multiplies(dtype: torch.dtype) -> bool:
     """Return whether the CPU has special instructions, which PyTorch uses, for matmuls in this 16-bit dtype.
 
-    If the dtype is emulated, matmuls take up to seven times as long as in float32.
+    Without them, matmuls take up to seven times as long as in float32.
     """
     if not torch.backends.mkldnn.is_available():
         return False

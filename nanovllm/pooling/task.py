@@ -13,10 +13,7 @@ TASKS |= {"score": "scores documents", "classify": "classifies texts"}
 
 
 def find_task(folder: Path, pools: bool = False) -> str:
-    """Return the task for which the checkpoint in `folder` was made. The task is a key of TASKS.
-
-    If `pools` is True, the task of a checkpoint that generates text is "embed".
-    """
+    """Return the task for which a checkpoint was made or, if `pools` is True, "embed" instead of "generate"."""
     architecture = str((read_json(folder / "config.json").get("architectures") or [""])[0])
     if architecture.endswith(("ForSequenceClassification", "Model")) or (folder / "modules.json").is_file():
         from nanovllm.pooling.pooling_config import find_pooling_task  # few checkpoints are for another task

@@ -16,16 +16,10 @@ _BYTES |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*
 
 
 class TokenBytes(dict[int, bytes]):
-    """Maps a token id to the token's bytes in the middle of a text. (At the start of a text, a token may lose a space.)
-
-    If an id has no text, the bytes are b"".
-    """
+    """Maps a token id to the token's bytes in the middle of a text, or b"" if it has no text."""
 
     def __init__(self, tokenizer, skip_special_tokens: bool):
-        """`tokenizer` is a fast tokenizer of transformers.
-
-        Raises ValueError if this kind of tokenizer is not supported.
-        """
+        """Raise ValueError if this kind of tokenizer is not supported."""
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
         # test its behaviour, not its class, because the same decoder can be composed in several ways
         decode = getattr(decoder, "decode", "".join)
@@ -55,12 +49,10 @@ def _byte_level_bytes(token: str) -> bytes:
 
 
 class Detokenizer:
-    """Decodes an answer. Decoding takes time linear in the length of the answer.
+    """Decodes an answer in linear time. The text is `decode(prompt + answer)` without its prefix `decode(prompt)`.
 
-    The text of the answer is `decode(prompt + answer)` without its prefix `decode(prompt)`. `decode` is the tokenizer's
-    method, with `clean_up_tokenization_spaces=False`. The bytes of the tokens form a UTF-8 stream, so a character
-    becomes text when its last byte arrives. Invalid bytes become U+FFFD. The `decode` of SentencePiece, unlike this
-    class, also replaces valid bytes next to invalid bytes.
+    The bytes of the tokens form a UTF-8 stream, so a character becomes text when its last byte arrives. Invalid bytes
+    become U+FFFD. (SentencePiece's `decode` also replaces valid bytes next to invalid bytes.)
     """
 
     def __init__(self, token_ids: list[int], num_prompt_tokens: int, token_bytes: TokenBytes):
@@ -79,10 +71,7 @@ class Detokenizer:
         return "".join(self._pieces)
 
     def decode(self, num_hidden: int = 0, is_last: bool = False) -> str:
-        """Return the text of the new tokens since the previous call, without the last `num_hidden` tokens.
-
-        If `is_last` is True, no more tokens follow, so an incomplete character at the end becomes U+FFFD.
-        """
+        """Return the text of the new tokens since the previous call, without the last `num_hidden` tokens."""
         new = self._token_ids[self._num_decoded : len(self._token_ids) - num_hidden]
         self._num_decoded += len(new)
         data = b"".join(map(self._bytes_of, new))

@@ -38,17 +38,17 @@ class InputProcessor:
         # a generated answer has at least one token
         self.max_prompt_tokens, bound = (n - 1, "fewer than") if config.task == "generate" else (n, "at most")
         self.length_bound = f"{bound} max_model_len (this model's maximum context length is {n} tokens)"
-        self.policy: SchedulingPolicy = FCFS()
+        self.policy: SchedulingPolicy | None = None  # first come, first served
         if config.scheduling_policy != "fcfs":
             self.policy = make_policy(config.scheduling_policy)
-        self._features = dict(FEATURES)  # features that are registered later apply to later engines
+        self._features = dict(FEATURES)  # a copy, because features may be registered later
         self.token_bytes = TokenBytes(tokenizer, skip_special_tokens=True)
         self.all_token_bytes = TokenBytes(tokenizer, skip_special_tokens=False)  # also for log-probabilities
         self.tokenizer_lock = threading.RLock()  # because the tokenizer is not thread-safe
         self.helpers: dict[Any, Any] = {}  # objects of features, each made for the first request that needs it
         self.cleanup = ExitStack()  # features add what ends their helpers' threads and processes
         self._seed = secrets.randbits(64) if config.seed is None else config.seed
-        # an iterator, because `next` is atomic: a signal handler may interrupt a thread here and add a request
+        # an iterator, because `next` is atomic even for signal handlers that add requests
         self._unused_ids = iter(range(first_request_id, MAX_REQUESTS))
 
     @property
@@ -78,7 +78,7 @@ class InputProcessor:
         priority=None,
         lora_request: Adapters = None,
     ) -> list[CompletionRequest]:
-        """Make a request for each prompt. `LLMEngine.generate` describes the other arguments."""
+        """Make a request for each prompt. See `LLMEngine.generate`."""
         prompts = [prompts] if isinstance(prompts, str) else prompts
         is_plain = isinstance(prompts, list) and all(isinstance(prompt, (str, list)) for prompt in prompts)
         if not is_plain or priority is not None:
@@ -137,7 +137,7 @@ class InputProcessor:
         return request
 
     def with_adapters(self, requests: list[Any], lora_request: Adapters) -> list[Any]:
-        """Return the requests with their adapters. Raises the errors of `lora.adapters.set_adapters`."""
+        """Return the requests with their adapters."""
         if self.config.enable_lora or lora_request is not None:
             from nanovllm.lora.adapters import set_adapters  # few engines have adapters
 
@@ -145,23 +145,19 @@ class InputProcessor:
         return requests
 
     def check_priority(self, priority: int) -> int:
-        """Return the priority as a Python integer. Raises TypeError or ValueError if the priority is invalid."""
         priority = check_int("priority", priority, low=-MAX_PRIORITY, high=MAX_PRIORITY)
-        if priority and type(self.policy) is FCFS:
+        if priority and (self.policy is None or type(self.policy) is FCFS):
             raise ValueError(f"priority={priority}: must be 0 with scheduling_policy='fcfs'; set it to 'priority'")
         return priority
 
     def set_order(self, *group: Sequence) -> None:
-        """Set a request's place in the order that the scheduling policy defines.
-
-        Errors that the policy raises reach the caller before anything is queued.
-        """
-        priority_key = self.policy.priority_key(group[0])
+        """Set a request's place in the order of the scheduling policy, whose errors reach the caller here."""
+        priority_key = 0 if self.policy is None else self.policy.priority_key(group[0])
         for seq in group:
             seq.set_order(priority_key)
 
     def tokenize(self, prompt: Prompt, template_arguments: Mapping | None = None) -> tuple[str | None, list[int], Any]:
-        """Return the text of a prompt (None if unknown), the token ids, and the PromptImages (None without images)."""
+        """Return the text (if it is known), the token ids, and the PromptImages (if any) of a prompt."""
         if not isinstance(template_arguments, Mapping | None):
             raise TypeError(f"chat_template_kwargs={template_arguments!r:.80}: must be a dict")
         text: str | None = None

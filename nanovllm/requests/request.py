@@ -53,7 +53,6 @@ class Request:
         """Put new tokens of `seq` into the collector. If the caller gets only the final output, do nothing."""
 
     def metrics(self) -> RequestMetrics:
-        """Return the times of arrival, of the first scheduling, of the first token, and of the last answer's end."""
         arrival = time() - (perf_counter() - self.group[0].arrival)
         moments = []
         for event, pick in (("scheduled", min), ("first_token", min), ("finished", max)):
@@ -72,7 +71,7 @@ class CompletionRequest(Request):
     def __init__(
         self, group: list[Sequence], prompt: str | None, kind: OutputKind, token_bytes: TokenBytes, index: int = 0
     ):
-        """`token_bytes` turns tokens into text. `index` is the prompt's position in the caller's list."""
+        """`index` is the prompt's position in the caller's list."""
         super().__init__(group, prompt, kind)
         self.index = index
         self.params = group[0].params
@@ -115,9 +114,6 @@ class CompletionRequest(Request):
 
     @staticmethod
     def num_hidden(seq: Sequence) -> int:
-        """Return how many tokens at the end are not in the text.
-
-        If an end-of-sequence or stop id ended `seq`, the number is 1, else 0.
-        """
+        """Return how many tokens at the end are not in the text: 1 if an id ended `seq`, else 0."""
         ended_by_id = seq.finish_reason == "stop" and not isinstance(seq.stop_reason, str)
         return int(ended_by_id and not seq.params.include_stop_str_in_output)

@@ -16,9 +16,9 @@ class NotifyingCollector(OutputCollector):
         super().__init__(kind)
         self._on_output, self._on_failure = on_output, on_failure
 
-    def put(self, num_prefill_tokens: int = 0, num_decode_tokens: int = 0) -> None:
+    def put(self) -> None:
         self.new.new_tokens.clear()  # nobody takes the tokens that OutputKind.TOKENS records
-        super().put(num_prefill_tokens, num_decode_tokens)
+        super().put()
 
     def flush(self) -> None:
         super().flush()

@@ -27,10 +27,7 @@ def checked(default: Any, check: Callable | str, **bounds: Any) -> Any:
 
 
 def check_fields(params: Any) -> None:
-    """Call the checks of `checked` fields.
-
-    The results of the checks replace the fields' values, even in a frozen dataclass.
-    """
+    """Replace the values of `checked` fields with the results of their checks."""
     for each in fields(params):
         if each.metadata and (value := getattr(params, each.name)) is not each.default:
             check = resolve_name(home) if isinstance(home := each.metadata["check"], str) else home
@@ -66,20 +63,14 @@ def hint(name: Any, known: Iterable) -> str:
 
 
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """Return `value` as an int. Raises TypeError if the value is a bool or not an integer.
-
-    Raises ValueError if the value is below `low` or above `high`.
-    """
+    """Return `value` as an int. Raises TypeError if it is no integer, and ValueError if it is out of bounds."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r:.80}: must be an integer")
     return _check_range(name, int(value), low, high)
 
 
 def check_real(name: str, value: Any, low: float, high: float = 1e9) -> float:
-    """Return `value` as a float. Raises TypeError if the value is a bool or not a number.
-
-    Raises ValueError if the value is NaN, infinite or out of bounds.
-    """
+    """Return `value` as a finite float. Raises TypeError if it is no number, and ValueError if it is out of bounds."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r:.80}: must be a number")
     try:
@@ -136,7 +127,7 @@ def parse_json(name: str, value: Any) -> Any:
 
 
 def read_json(file: Path) -> dict:
-    """Read the JSON object in `file`. If the content is not a JSON object, raises a ValueError that names the file."""
+    """Read the JSON object in `file`. Errors are ValueErrors that name the file."""
     try:
         content = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:  # the syntax or the encoding is wrong, or values are nested too deep

@@ -1,6 +1,6 @@
 """Loads a model's tokenizer and weights."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,9 +21,7 @@ from nanovllm.utils.refusals import bad_tensors, other_tensors
 from nanovllm.utils.sharded_checkpoint import find_in_files
 
 JSON_FILES = ("tokenizer", "tokenizer_config", "vocab", "added_tokens", "special_tokens_map", "config")
-# If a model's `model_type` and `tokenizer_class` are listed here, its tokenizer is loaded with the class on the right,
-# which AutoTokenizer would choose as well. Importing AutoTokenizer takes up to two seconds more. For other values of
-# `model_type`, AutoTokenizer might not choose the `tokenizer_class`.
+# for these families, AutoTokenizer, whose import takes up to two seconds more, would choose the class on the right
 NAMED_FAMILIES = ("qwen3", "qwen3_moe", "qwen3_next")
 NAMED_TOKENIZERS = {"Qwen2Tokenizer": "Qwen2TokenizerFast", "PreTrainedTokenizerFast": "PreTrainedTokenizerFast"}
 HEAD = "lm_head.weight"
@@ -33,10 +31,7 @@ BAR_DELAY = 1  # seconds until the progress bar is shown
 
 
 def load_tokenizer(folder: str):
-    """Load the tokenizer in `folder`, as transformers' AutoTokenizer does.
-
-    If a file is broken, raises a ValueError that names the file, or the folder if the file is unknown.
-    """
+    """Load the tokenizer in `folder`, as AutoTokenizer does. Errors are ValueErrors that name a file or the folder."""
     # read here because transformers' errors do not name the broken file
     contents = {name: read_json(file) for name in JSON_FILES if (file := Path(folder, f"{name}.json")).exists()}
     import transformers  # only here, because importing it takes seconds
@@ -60,12 +55,10 @@ def load_tokenizer(folder: str):
 def parameter(
     shape: tuple[int, ...], weight_loader: Callable, dtype: torch.dtype | None = None, is_linear: bool = False
 ) -> nn.Parameter:
-    """Make a parameter with a `weight_loader(parameter, loaded_weight, *shard_id)`.
+    """Make a parameter. Its `weight_loader(parameter, loaded_weight, *shard_id)` returns the part that it has filled.
 
-    The weight loader returns the part of the parameter that it has filled.
-
-    By default, the parameter has the dtype of the model under construction. In a quantized model, parameters with
-    `is_linear` get a shape but no memory, because a weight format will replace them.
+    The default dtype is that of the model under construction. In a quantized model, parameters with `is_linear` get no
+    memory, because a weight format will replace them.
     """
     construction = get_construction()
     dtype = dtype or construction.dtype
@@ -81,10 +74,7 @@ def default_weight_loader(param: torch.Tensor, loaded_weight) -> torch.Tensor:
 
 
 def check_shape(weight, shape: tuple[int, ...]):
-    """Return `weight`, or `weight(shape)` if `weight` is a function.
-
-    Raises ValueError if the result does not have the shape `shape`. A weight is a tensor or a safetensors slice.
-    """
+    """Return `weight`, a tensor or a safetensors slice, or call `weight`. Raises ValueError for another shape."""
     weight = weight(shape) if callable(weight) else weight
     stored_shape = tuple(weight.shape if isinstance(weight, torch.Tensor) else weight.get_shape())
     if stored_shape != tuple(shape):
@@ -106,9 +96,9 @@ class Shard(NamedTuple):
         return [self]
 
     def copy(self, target: torch.Tensor, weight) -> torch.Tensor:
-        """Copy this part of a weight or bias to `target`. Return the part of `target` that was filled.
+        """Copy this part of a weight or bias to `target`, and return the part of `target` that was filled.
 
-        See `check_shape` for `weight`. If `weight` is a safetensors slice, only this part is read.
+        If `weight` is a safetensors slice, only this part is read.
         """
         weight = check_shape(weight, self.shape[: target.dim()])
         weight = weight[self.rows, self.columns] if target.dim() == 2 else weight[self.rows]
@@ -125,14 +115,8 @@ def load_model(
 ) -> None:
     """Fill `model` from the safetensors files in `folder`. If `load_format` is "dummy", use random numbers instead.
 
-    `model.packed_modules_mapping` maps the name of a checkpoint's module to a pair: the merged module's name, and the
-    shard id in the merged module. A parameter loads a tensor with `weight_loader(parameter, weight)`. If several
-    tensors share a parameter, the loader also gets a shard id. With `show_progress`, a bar is shown if there are
-    several files and loading takes more than BAR_DELAY seconds.
-
-    If a tensor is missing, unexpected or in two files, raises a ValueError that names the tensor. Also raises a
-    ValueError that names the tensor if a shape is wrong, a dtype is not floating point, or a value is NaN or infinite.
-    If a file is broken or missing, raises a ValueError or FileNotFoundError that names the file.
+    Raises ValueError or FileNotFoundError. The error names the tensor or file that is missing, unexpected, stored twice
+    or broken, or the tensor whose shape or dtype is wrong, or whose values are NaN or infinite.
     """
     if model.config.quantization:
         model.config.quantization.prepare(model, device)
@@ -140,7 +124,11 @@ def load_model(
         load_dummy(model, weight_loaders(model))
         return
     tensors = find_model_tensors(model, folder)
-    loaders = loaders_for(model, tensors)
+    loaders = weight_loaders(model)
+    if model.config.moe:
+        split_experts(loaders, model, tensors)
+    if model.config.quantization:
+        model.config.quantization.adapt(loaders, tensors)
     if tensors.keys() != loaders.keys():
         raise other_tensors(folder, tensors.keys(), loaders.keys())
     bounds = {}  # the least and greatest element of each tensor
@@ -172,10 +160,9 @@ class StoredTensor(NamedTuple):
 
 
 def find_model_tensors(model: nn.Module, folder: Path) -> dict[str, StoredTensor]:
-    """Return a dict that maps names in `model` to the checkpoint's tensors.
+    """Return the checkpoint's tensors that `model` reads, by their names in `model`.
 
-    Tensors that the model ignores are left out. If config.json ties the output head to the embedding, but the
-    checkpoint stores a different head, the head becomes a separate weight.
+    A head that config.json ties to the embedding, but that differs from it, becomes a separate weight.
     """
     quantization = model.config.quantization
     files = find_tensors(folder, FLOAT_DTYPES + (quantization.dtypes if quantization else ()))
@@ -196,7 +183,6 @@ def find_model_tensors(model: nn.Module, folder: Path) -> dict[str, StoredTensor
 
 
 def is_unused(model: nn.Module, name: str) -> bool:
-    """Return whether `model` ignores a checkpoint tensor with the name `name`."""
     tied = (HEAD,) if model.config.tie_word_embeddings else ()  # the embedding is the head
     scales = model.config.quantization.unused_tensors if model.config.quantization else ()
     # old checkpoints of Llama store the frequencies of the rotary embedding, which config.json defines
@@ -205,10 +191,9 @@ def is_unused(model: nn.Module, name: str) -> bool:
 
 
 def find_tensors(folder: Path, dtypes: tuple[str, ...] = FLOAT_DTYPES) -> dict[str, Path]:
-    """Return the file of every checkpoint tensor in `folder`.
+    """Return the file of every checkpoint tensor in `folder`. Raises ValueError for a dtype that is not in `dtypes`.
 
-    Raises ValueError if a file is broken, or if a dtype is not in `dtypes`. If there is a `model.safetensors`, all
-    other files are ignored, as in transformers.
+    As in transformers, only `model.safetensors` is read if it exists.
     """
     if (single := folder / "model.safetensors").is_file():
         tensors = {name: (single, dtype) for name, dtype in stored_dtypes(single).items()}
@@ -227,31 +212,15 @@ def stored_dtypes(file: Path) -> dict[str, str]:
 
 
 def open_safetensors(file: Path, device: torch.device | str = "cpu"):
-    """Return a context manager with the tensors of a file.
-
-    If the file can't be read, raises a ValueError that names the file.
-    """
+    """Open a file. Raises a ValueError that names the file if it can't be read."""
     try:
         return safe_open(file, framework="pt", device=str(device))
     except SafetensorError as error:
         raise broken_file(file, f"is not a complete safetensors file ({error})") from error
 
 
-def loaders_for(model: nn.Module, stored: Collection[str]) -> dict[str, tuple[Callable, list[Any]]]:
-    """Return `weight_loaders` for a checkpoint that contains the tensors `stored`."""
-    loaders = weight_loaders(model)
-    if model.config.moe:
-        split_experts(loaders, model, stored)
-    if model.config.quantization:
-        model.config.quantization.adapt(loaders, stored)
-    return loaders
-
-
 def weight_loaders(model: nn.Module) -> dict[str, tuple[Callable, list[Any]]]:
-    """Return a dict that maps each tensor's checkpoint name to (loader, shard id).
-
-    If a tensor fills a whole parameter, its shard id is empty.
-    """
+    """Return (loader, shard id) by checkpoint name. For a whole parameter, the shard id is empty."""
     loaders = {}
     for name, parameter in model.named_parameters():
         load = partial(getattr(parameter, "weight_loader", default_weight_loader), parameter)
@@ -267,10 +236,10 @@ def weight_loaders(model: nn.Module) -> dict[str, tuple[Callable, list[Any]]]:
 
 
 def stored_modules(path: str, module: Any, packed_modules_mapping: dict) -> dict[str, list]:
-    """Return a dict that maps each checkpoint module that is part of `module` to a list with its shard id.
+    """Return the shard ids, as lists, of the checkpoint modules that make up the module at `path`, by name.
 
-    `path` is the name of `module` in the model. If `module` merges nothing, its list is []. If `module` lacks a shard,
-    such as the values in some attention layers, the shard's name is left out.
+    A list is empty if the module merges nothing. Shards that the module lacks, as some attention layers lack values,
+    are left out.
     """
     parent, _, own = path.rpartition(".")
     known = (*module.shard_ids(), (WHOLE,)) if hasattr(module, "shard_ids") else None

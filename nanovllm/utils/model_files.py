@@ -12,11 +12,7 @@ TOKENIZER_FILES = ("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer
 
 
 def find_model(model: str, revision: str | None = None, with_weights: bool = True) -> Path:
-    """Return the absolute path of `model`'s folder. A hub id is downloaded with the hub client's progress bar.
-
-    `revision` is a branch, tag or commit on the hub. If no folder is found or downloaded, raises a FileNotFoundError
-    with advice.
-    """
+    """Return the absolute path of `model`'s folder, which may be downloaded, or raise a FileNotFoundError."""
     folder = _find("model", model, revision, with_weights)
     if not (folder / "config.json").is_file():
         raise no_config(model, folder)
@@ -36,10 +32,7 @@ def check_model(model: str, revision: str | None = None) -> None:
 
 
 def find_tokenizer(tokenizer: str | None, model_folder: Path) -> Path:
-    """Return the absolute path of `tokenizer`'s folder. The default is the model's folder.
-
-    Raises FileNotFoundError if the folder contains no tokenizer.
-    """
+    """Return the absolute path of `tokenizer`'s folder, by default the model's, or raise a FileNotFoundError."""
     folder = model_folder if tokenizer is None else _find("tokenizer", tokenizer, None, with_weights=False)
     if not any(all((folder / name).is_file() for name in names) for names in TOKENIZER_FILES):
         wanted = ", or ".join(" and ".join(names) for names in TOKENIZER_FILES)

@@ -6,10 +6,9 @@ STEP_TIMEOUT = 300.0  # seconds that a rank waits for other ranks within a step
 
 
 class TensorParallel:
-    """Splits a model over `size` ranks, and defines their collective operations. This process is rank `rank`.
+    """Splits a model over `size` ranks, of which this process is rank `rank`.
 
-    This class implements a single rank, which does not communicate. If `size` > 1, an instance of this class can only
-    compute the sizes and slices of shards.
+    The collective operations of this class are those of a single rank.
     """
 
     lost = False  # whether another rank is gone, so that this rank's results are invalid
@@ -20,24 +19,17 @@ class TensorParallel:
         self.size = size
 
     def shard_size(self, what: str, total: int) -> int:
-        """Return a rank's equal share of `total`.
-
-        If `size` does not divide `total`, raise a ValueError that names `what`.
-        """
+        """Return a rank's equal share of `total`, or raise a ValueError that names `what`."""
         if total % self.size:
             raise ValueError(f"tensor_parallel_size={self.size}: does not divide the {what} ({total})")
         return total // self.size
 
     def local_slice(self, total: int) -> slice:
-        """Return this rank's equal share of `total` elements. Raises ValueError if `size` does not divide `total`."""
         size = self.shard_size("checkpoint tensor", total)
         return slice(self.rank * size, (self.rank + 1) * size)
 
     def for_heads(self, num_kv_heads: int) -> "TensorParallel":
-        """Return the TensorParallel that splits key-value heads.
-
-        If there are fewer heads than ranks, several ranks share a head.
-        """
+        """Return the TensorParallel that splits key-value heads, which several ranks may share."""
         if num_kv_heads >= self.size:
             return self
         if self.size % num_kv_heads:
@@ -53,10 +45,7 @@ class TensorParallel:
         return x
 
     def all_reduce_max(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the elementwise maximum of the `keys` [S] int64 of all ranks.
-
-        S may be 0. This call ends a forward pass.
-        """
+        """Return the elementwise maximum of the `keys` [S] int64 of all ranks (S may be 0), at the end of a pass."""
         return keys
 
     def barrier(self, device: torch.device) -> None:

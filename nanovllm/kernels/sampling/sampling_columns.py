@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-GREEDY_BELOW = 1e-5  # float32 logits cannot be divided by a smaller temperature
-# rounds of the noise generator: the smallest number that passes every BigCrush test, according to the generator's
-# authors
+# the fewest rounds of the noise generator with which it passes every BigCrush test, according to its authors
 PHILOX_ROUNDS = 7
 MAX_CUSTOM_COLUMNS = 4  # for features that are registered from outside (features.register_feature)
 COLUMNS: dict[str, type] = {  # in this order; float is float32, which is stored as its bits
@@ -55,14 +53,6 @@ def seeds(params):
     return params[:, WIDTH - 2 :]
 
 
-def temperatures_of(seqs: Any) -> list[float]:
-    """Return the temperature of each sequence.
-
-    A temperature that is too small to divide by becomes 0 (greedy sampling).
-    """
-    return [seq.temperature if seq.temperature >= GREEDY_BELOW else 0.0 for seq in seqs]
-
-
 def seeds_of(seqs: Any) -> np.ndarray:
     """Return the noise seeds of sequences as [S, 2] int32 (low and high word)."""
     return np.array([seq.noise_seed for seq in seqs], np.uint64).view(np.int32).reshape(-1, 2)
@@ -71,7 +61,7 @@ def seeds_of(seqs: Any) -> np.ndarray:
 def params_rows(seqs: Any) -> np.ndarray:
     """Return the parameter rows of sequences as [S, WIDTH] int32. Columns of unused features are 0."""
     params = np.zeros((len(seqs), WIDTH), np.int32)
-    column(params, "temperature")[:] = temperatures_of(seqs)
+    column(params, "temperature")[:] = [seq.temperature for seq in seqs]
     for name in ("top_p", "min_p", "top_k"):
         column(params, name)[:] = [getattr(seq.params, name) for seq in seqs]
     for i, seq in enumerate(seqs):
