@@ -30,7 +30,9 @@ class Context:
     block_tables: torch.Tensor = _UNSET  # [B, W] int32
     num_decode_rows: int = 0  # an upper bound in a CUDA graph with chunks
     max_context_len: int = 0  # an upper bound of context_lens, known to the host
-    state_rows: torch.Tensor = _UNSET  # [2, B or B / tokens_per_row] int32: the rows' states to read, and requests
+    # [2, B] int32, or [2, B / tokens_per_row] in a decode step: which states are read (cache/state.py), and which
+    # requests the rows belong to
+    state_rows: torch.Tensor = _UNSET
     backend_arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of `AttentionBackend.prepare_chunks`
     tokens_per_row: int = 1  # with drafts, how many of the `num_decode_rows` rows belong to one sequence
     num_decode_rows_on_device: torch.Tensor | None = None  # [1] int32, in a CUDA graph with chunks
