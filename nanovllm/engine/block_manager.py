@@ -142,8 +142,8 @@ class BlockManager:
     def hash_blocks(self, seq: Sequence, num_tokens: int | None = None) -> None:
         """Put the full blocks of `seq`, or of its first `num_tokens` tokens, into the prefix cache.
 
-        Blocks enter the cache when their computation is scheduled, so sequences of the same step can share them. This is
-        safe, because each layer stores a step's keys and values before it computes attention.
+        Blocks enter the cache when their computation is scheduled, so sequences of the same step can share them. This
+        is safe, because each layer stores a step's keys and values before it computes attention.
         """
         if not self.enable_prefix_caching:
             return
