@@ -31,7 +31,7 @@ class WaitingQueue:
         insort(self._seqs, seq, key=attrgetter("order"))
 
     def next_ready(self) -> Sequence | None:
-        """Return the sequence to be admitted next, or None."""
+        """Return the sequence to be admitted next, or None. Subclasses may first load its data."""
         return self._seqs[0] if self._seqs else None
 
     def __getitem__(self, index: int) -> Sequence:
@@ -74,7 +74,10 @@ class AdmissionPause:
 
 
 class TokenBudget(NamedTuple):
-    """Limits a step to `num_tokens` prompt tokens. After a context of `context_of_equal_cost`, a token counts twice."""
+    """Limits a step to `num_tokens` prompt tokens. The cost of a token grows linearly with its context.
+
+    At `context_of_equal_cost`, the cost is 2, because attention then costs as much as all other work for the token.
+    """
 
     num_tokens: float
     context_of_equal_cost: float = inf

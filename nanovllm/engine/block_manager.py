@@ -88,7 +88,7 @@ class BlockManager:
         return self.num_blocks_for(min(seq.num_tokens + 1, seq.max_num_tokens))
 
     def can_allocate(self, seq: Sequence, num_spare: int = 0) -> bool:
-        """Return whether `allocate` would leave `num_spare` blocks free."""
+        """Return whether `seq` can be allocated with at least `num_spare` blocks left free."""
         num_shared = sum(self.blocks[block_id].ref_count > 0 for block_id in self._cached_prefix(seq))
         return self.num_blocks_needed(seq) - num_shared + num_spare <= len(self.free_block_ids)
 
@@ -127,7 +127,7 @@ class BlockManager:
         return len(seq.block_table) * self.block_size < num_tokens
 
     def prepare_decodes(self, rows: list[ScheduledSequence]) -> list[int]:
-        """Return the indices of the rows that need another block."""
+        """Return the indices of the rows that need another block. Subclasses may also free blocks."""
         return [i for i, (seq, _, end) in enumerate(rows) if self.needs_block(seq, end)]
 
     def can_append(self, seq: Sequence) -> bool:

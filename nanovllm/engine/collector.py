@@ -46,7 +46,10 @@ class StepOutput:
 
 
 class OutputCollector:
-    """Passes one caller's outputs on. There is no lock, because a signal handler could deadlock on it."""
+    """Holds one caller's outputs. The engine's thread adds them, and the caller's thread takes them.
+
+    There is no lock, because a signal handler could deadlock on it.
+    """
 
     def __init__(self, kind: OutputKind, max_steps_ahead: float = inf, max_seconds: float = inf):
         """
@@ -78,7 +81,7 @@ class OutputCollector:
         self._ended.add(request_id)
 
     def put(self) -> None:
-        """Deliver the outputs of a step to the caller, if there are any."""
+        """Deliver a step's outputs, if any. Without outputs, deliver the token counts every `max_seconds`."""
         if self.new.has_outputs or perf_counter() > self._last_flush + self.max_seconds:
             self.flush()
         # comes last, because a thread that sees no live request expects no further output

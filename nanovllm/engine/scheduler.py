@@ -287,7 +287,8 @@ class Scheduler:
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence, whatever its state. Only this method ends sequences.
 
-        Its blocks can be freed while a step in flight writes to them, because their next owner writes later.
+        Its blocks can be freed while a step in flight writes to them: the device runs steps in order, so their next
+        owner writes later.
         """
         self.waiting.discard(seq)
         self.held.pop(seq, None)

@@ -165,7 +165,7 @@ class Sequence:
         return self.status is SequenceStatus.FINISHED
 
     def limit_tokens(self, num_tokens: int = 1) -> None:
-        """Set `token_limit`: a sequence that waits for its token or for a feature may get `num_tokens` more tokens."""
+        """Set `token_limit`. With `waits_for_token`, `num_tokens` more tokens may follow; with `awaited`, none."""
         if self.awaited is not None:
             self.token_limit = self.num_tokens
         elif self.waits_for_token:

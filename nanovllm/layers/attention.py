@@ -12,7 +12,7 @@ from nanovllm.utils.context import get_context
 
 @operation
 def store_kvcache(k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
-    """Write keys and values [T, kv_heads, head_dim] to cache slots [T]. Device kernels skip slot -1, for padding."""
+    """Write keys and values [T, kv_heads, head_dim] to cache slots [T]. Only device kernels skip slot -1 (padding)."""
     cache.store_kvcache(slot_mapping.long(), k, v)
 
 

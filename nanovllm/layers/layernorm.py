@@ -41,7 +41,7 @@ def add_and_norm(norm: nn.Module, x: torch.Tensor, residual: torch.Tensor | None
 
 
 class ZeroCenteredRMSNorm(RMSNorm):
-    """RMSNorm for checkpoints that store `weight - 1`. The weight is float32, because 16 bits are too coarse."""
+    """RMSNorm for checkpoints that store `weight - 1`. The weight is float32: near 1, 16 bits are too coarse."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-6):
         super().__init__(hidden_size, eps)

@@ -6,7 +6,7 @@ CONTRIBUTING.md shows how to add a family. The class has, besides what `Qwen3For
 
 - `read_config(raw, file)`: returns the fields of ModelConfig that the family reads from config.json (`raw`), or raises
   a ValueError that names `file`
-- `model`, or `model.language_model`: has the `layers`, of which CUDA runs a few when it starts
+- `model`, or `model.language_model`: has `layers`, a few of which the engine runs at startup on CUDA
 
 The class may have:
 
@@ -175,8 +175,8 @@ class ModelConfig:
 def read_rope(raw: dict, head_dim: int, file: Path) -> tuple[tuple[float, ...], float, int, Any]:
     """Return ModelConfig's fields `rope_inv_freq`, `rope_scale`, `max_position_embeddings` and `rope_long`.
 
-    Transformers 5 writes `rope_parameters`, and older versions `rope_theta` and `rope_scaling`. `rope_scaling` comes
-    first, because users add it for longer contexts.
+    Transformers 5 writes `rope_parameters`, and older versions `rope_theta` and `rope_scaling`. `rope_scaling`
+    overrides the rest, because users add it for longer contexts.
     """
     rope = {name: raw[name] for name in ("rope_theta", "partial_rotary_factor") if raw.get(name) is not None}
     for name in ("rope_parameters", "rope_scaling"):

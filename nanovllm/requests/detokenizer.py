@@ -71,7 +71,10 @@ class Detokenizer:
         return "".join(self._pieces)
 
     def decode(self, num_hidden: int = 0, is_last: bool = False) -> str:
-        """Return the text of the new tokens since the previous call, without the last `num_hidden` tokens."""
+        """Return the text of the new tokens since the previous call, without the last `num_hidden` tokens.
+
+        If `is_last` is True, no more tokens follow, so an incomplete character at the end becomes U+FFFD.
+        """
         new = self._token_ids[self._num_decoded : len(self._token_ids) - num_hidden]
         self._num_decoded += len(new)
         data = b"".join(map(self._bytes_of, new))

@@ -127,7 +127,7 @@ def parse_json(name: str, value: Any) -> Any:
 
 
 def read_json(file: Path) -> dict:
-    """Read the JSON object in `file`. Errors are ValueErrors that name the file."""
+    """Read the JSON object in `file`. If the content is invalid, raises a ValueError that names the file."""
     try:
         content = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:  # the syntax or the encoding is wrong, or values are nested too deep
