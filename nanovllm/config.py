@@ -85,12 +85,12 @@ class Config:
     speculative_config: how tokens are drafted, as JSON with the keys in nanovllm/docs/speculation.md. In Python, also a
         dict.
     task: "generate", "embed" (texts to vectors), "score" (the relevance of documents) or "classify"; by default the
-        task for which the checkpoint was made. "pooling" is this task, or "embed" if this task is "generate". See
-        nanovllm/docs/embeddings.md.
+        task for which the checkpoint was made. "pooling" also selects this task, but "embed" in place of "generate".
+        See nanovllm/docs/embeddings.md.
     language_model_only: load no vision tower, and take no images.
     limit_mm_per_prompt: the maximum number of images in a prompt, as JSON such as `{"image": 4}`; by default 999.
-    mm_processor_kwargs: the range of pixels to which images are scaled, as JSON with the keys `min_pixels` and
-        `max_pixels`.
+    mm_processor_kwargs: the minimum and maximum number of pixels, as JSON with the keys `min_pixels` and
+        `max_pixels`. Images outside of these limits are scaled.
     allowed_local_media_path: a folder with images to which conversations may refer; by default none. See
         nanovllm/docs/images.md.
     allowed_media_domains: the hosts from which conversations may take images; by default none.

@@ -20,8 +20,8 @@ class SamplingParams:
     Values are validated on construction. Only the first three parameters can be positional arguments.
 
     temperature: the divisor of the logits. At 0 (or below 1e-5), the most likely token is always chosen.
-    max_tokens: maximum number of tokens to generate, in addition to the limit `max_model_len`. In Python, None means no
-        other limit.
+    max_tokens: maximum number of tokens to generate. `max_model_len` also applies. In Python, None leaves only
+        `max_model_len`.
     ignore_eos: do not stop at the model's end-of-sequence ids.
     top_k: sample only from the k most likely tokens, with the lower ids among equals. 0 or -1 keep all tokens.
     top_p: sample only from the smallest set of most likely tokens whose total probability is at least this value.
@@ -31,7 +31,8 @@ class SamplingParams:
     n: the number of answers. The prompt is computed once for all answers.
     min_tokens: until the answer has this many tokens, only `max_tokens` can end the answer.
     stop: strings that end the answer. The returned text ends before the stop string.
-    stop_token_ids: at most 128 ids that end the answer, as end-of-sequence ids do. Their text is not returned.
+    stop_token_ids: at most 128 ids that end the answer, as end-of-sequence ids do. The text ends before
+        such an id, unless `include_stop_str_in_output` is set.
     bad_words: strings that must not be generated, with or without a space before them.
     allowed_token_ids: the only ids that may be generated.
     include_stop_str_in_output: keep the stop string or stop token at the end of the text.
@@ -51,8 +52,8 @@ class SamplingParams:
         -1 means no limit. Needs `reasoning_parser`.
     logprobs: how many of the most likely tokens get a log-probability at each position, in addition to the generated
         token; -1 means all tokens. See the setting `logprobs_mode`.
-    prompt_logprobs: like `logprobs`, but for prompt tokens, always from the model's own logits, and without the prefix
-        cache.
+    prompt_logprobs: like `logprobs`, but for prompt tokens, always from the model's own logits. The request does not
+        read the prefix cache.
 
     Raises ValueError, or TypeError for a value of the wrong type. The error states the value and what is allowed.
     Limits that depend on the model are checked when a request is made.

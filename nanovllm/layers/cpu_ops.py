@@ -16,7 +16,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def padded_rows(num_rows: int) -> int:
-    """Round up: from 65 to a multiple of 8, from 129 to a multiple of 16, and so on up to multiples of 256."""
+    """Round up to a multiple of 8 (from 65 rows on), of 16 (from 129 rows on), and so on, up to multiples of 256."""
     step = 1 if num_rows <= 64 else min(256, 1 << ((num_rows - 1).bit_length() - 4))
     return -(-num_rows // step) * step
 
