@@ -7,7 +7,7 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
-from nanovllm.utils.checks import check_bool, check_int, check_real, read_json
+from nanovllm.utils.checks import check_bool, check_int, check_object, check_real, read_json
 
 CONFIG_FILE = "adapter_config.json"
 # entries for features that this engine lacks, each with the values that turn the feature off
@@ -164,8 +164,7 @@ def _layers(file: Path, value: Any) -> tuple[int, ...] | None:
 
 
 def _numbers(file: Path, name: str, value: Any, check: Any, low: int) -> dict[str, Any]:
-    if not isinstance(value or {}, dict):
-        raise TypeError(f"{file}: {name}={value!r:.80}: must be an object")
+    check_object(f"{file}: {name}", value or {})
     for pattern in value or {}:
         _check_pattern(file, name, pattern, END_OF_NAME)
     return {

@@ -5,7 +5,7 @@ from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.utils.checks import check_bool, check_choice, check_int, check_real, parse_json, read_json
+from nanovllm.utils.checks import check_bool, check_choice, check_int, check_object, check_real, parse_json, read_json
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
@@ -147,9 +147,7 @@ def read_vision(
     """
     if not (found := raw.get("vision_config")):
         return None
-    if not isinstance(found, dict):
-        raise TypeError(f"{file}: vision_config={found!r:.80}: must be an object")
-    name = f"{file}: vision_config"
+    check_object(name := f"{file}: vision_config", found)
     sizes = {key: check_int(f"{name}: {key}", found.get(key, default), low=1) for key, default in TOWER.items()}
     check_choice(f"{name}: hidden_act", found.get("hidden_act", "gelu_pytorch_tanh"), ("gelu_pytorch_tanh",))
     check_choice(f"{name}: in_channels", found.get("in_channels", 3), (3,))
@@ -188,8 +186,7 @@ def _read_processor(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
     check_choice(f"{name}: do_resize", entries["do_resize"], (True,))
     for key in ("patch_size", "temporal_patch_size", "merge_size"):
         check_choice(f"{name}: {key}", entries.get(key, sizes[key]), (sizes[key],))
-    if not isinstance(size := entries["size"], dict):
-        raise TypeError(f"{name}: size={size!r:.80}: must be an object")
+    check_object(f"{name}: size", size := entries["size"])
     pixels = {
         "min_pixels": entries.get("min_pixels") or size.get("shortest_edge") or PROCESSOR["size"]["shortest_edge"],
         "max_pixels": entries.get("max_pixels") or size.get("longest_edge") or PROCESSOR["size"]["longest_edge"],
@@ -215,8 +212,7 @@ def _processor_entries(folder: Path) -> tuple[str, dict[str, Any]]:
     """
     file = folder / "processor_config.json"
     if file.exists() and (found := read_json(file).get("image_processor")) is not None:
-        if not isinstance(found, dict):
-            raise TypeError(f"{file}: image_processor={found!r:.80}: must be an object")
-        return f"{file}: image_processor", found
+        check_object(name := f"{file}: image_processor", found)
+        return name, found
     file = folder / "preprocessor_config.json"
     return str(file), read_json(file) if file.exists() else PUBLISHED

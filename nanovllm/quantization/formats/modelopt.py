@@ -12,7 +12,7 @@ import torch
 from nanovllm.quantization.formats.fp8 import UNUSED, e4m3_scheme
 from nanovllm.quantization.packed import PackedScheme, nibbles
 from nanovllm.quantization.quant_config import ALL, QuantConfig, check_unread, read_patterns
-from nanovllm.utils.checks import check_choice, read_json
+from nanovllm.utils.checks import check_choice, check_object, read_json
 
 E4M3 = torch.float8_e4m3fn
 # of other algorithms: tensors that change the inputs of a layer or add to its outputs, and layers of several formats
@@ -21,9 +21,7 @@ UNREAD = {"has_zero_point": (), "pre_quant_scale": (), "lora_rank": (), "quantiz
 
 def read_file(file: Path) -> QuantConfig | None:
     """Read a file `hf_quant_config.json`. Return None if the file has no `quant_algo`."""
-    raw = read_json(file).get("quantization")
-    if not isinstance(raw, dict):
-        raise TypeError(f"{file}: quantization={raw!r:.80}: must be an object")
+    check_object(f"{file}: quantization", raw := read_json(file).get("quantization"))
     return None if raw.get("quant_algo") is None else _read(raw, f"{file}: quantization")
 
 
